@@ -1,0 +1,131 @@
+"""What a user sets: `EngineConfig` once per engine, `SamplingParams` once per request.
+
+Both are frozen values that check themselves; nothing here reads the environment or a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from qwen3_asgi.errors import InvalidRequest
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. Sizes are in tokens, blocks or requests as their names say.
+
+    `device` is `"auto"` (CUDA when there is one, else CPU), `"cpu"` or `"cuda[:n]"`.
+    `num_kv_blocks=None` sizes the KV pool from the memory that is free. `max_context_tokens=None`
+    takes the model's own limit; it is capped by what the KV pool can hold. `num_threads=None`
+    leaves torch's thread count alone. `generation_config="auto"` takes sampling defaults from the
+    checkpoint's `generation_config.json`, `"openai"` uses temperature 1 and no truncation.
+    """
+
+    device: str = "auto"
+    dtype: DType = "auto"
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    max_prefill_tokens: int = 512
+    max_batch: int = 32
+    max_context_tokens: int | None = None
+    max_queue: int = 1024
+    prefix_cache: bool = True
+    num_threads: int | None = None
+    served_model_name: str | None = None
+    generation_config: Literal["auto", "openai"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_prefill_tokens", "max_batch", "max_queue"):
+            _positive(name, getattr(self, name))
+        for name in ("num_kv_blocks", "max_context_tokens", "num_threads"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ValueError(
+                f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}"
+            )
+        if self.generation_config not in ("auto", "openai"):
+            raise ValueError(
+                f"generation_config must be 'auto' or 'openai', got {self.generation_config!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. `None` means: the model's default.
+
+    Raises:
+        InvalidRequest: a field is out of its range; `param` names it.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _in_range("max_tokens", self.max_tokens, 1, None)
+        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _in_range("temperature", self.temperature, 0.0, 2.0)
+        _in_range("top_k", self.top_k, -1, None)
+        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _in_range("seed", self.seed, -(2**63), 2**63 - 1)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(
+                f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}",
+                param="stop",
+            )
+        for text in self.stop:
+            if not text or len(text) > MAX_STOP_STRING_CHARS:
+                raise InvalidRequest(
+                    f"each stop string must have 1 to {MAX_STOP_STRING_CHARS} characters",
+                    param="stop",
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids", param="stop_token_ids"
+            )
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _in_range(
+    name: str,
+    value: float | None,
+    low: float,
+    high: float | None,
+    *,
+    open_low: bool = False,
+) -> None:
+    if value is None:
+        return
+    below = value <= low if open_low else value < low
+    # `not (value == value)` catches NaN, which compares false with everything.
+    if value != value or below or (high is not None and value > high):
+        bound = f"greater than {low}" if open_low else f"at least {low}"
+        limit = "" if high is None else f" and at most {high}"
+        raise InvalidRequest(f"{name} must be {bound}{limit}, got {value}", param=name)

@@ -1,0 +1,29 @@
+"""A registry in, the bytes of a scrape out. Called by the route `/metrics`."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, values
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.multiprocess import MultiProcessCollector
+
+
+def render(registry: CollectorRegistry, accept_header: str | None = None) -> tuple[bytes, str]:
+    """Return the body and its content type, in the format that the `Accept` header asks for.
+
+    In prometheus_client's multiprocess mode the answer is the sum over all processes, read from
+    their files, whatever the registry holds: a registry knows this process only.
+    """
+    encode, content_type = choose_encoder(accept_header or "")
+    return encode(_all_processes() if _multiprocess() else registry), content_type
+
+
+def _multiprocess() -> bool:
+    # prometheus_client chose the mode when it was imported. Reading its environment variable here
+    # could tell otherwise.
+    return values.ValueClass is not values.MutexValue
+
+
+def _all_processes() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return registry

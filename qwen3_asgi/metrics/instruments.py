@@ -1,0 +1,69 @@
+"""The prometheus_client objects of one engine. They count whether or not a registry shows them.
+
+Each engine owns one set, however many registries it is attached to: a token is written once, and
+a registry attached late shows everything since the start. In prometheus_client's multiprocess
+mode it must be one set: two objects with equal labels would overwrite each other in the file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from qwen3_asgi.metrics.catalogue import (
+    CATALOGUE,
+    CounterFamily,
+    Family,
+    GaugeFamily,
+    HistogramFamily,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from prometheus_client import Metric
+
+
+class Instruments:
+    """The metric objects of one engine, one per family of the catalogue, in no registry."""
+
+    def __init__(self, model_name: str, engine_label: str) -> None:
+        self.engine_labels = (model_name, engine_label)
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for family in CATALOGUE:
+            match family:
+                case GaugeFamily(name, text, multiprocess_mode=mode):
+                    self._gauges[name] = Gauge(
+                        name, text, family.labels, registry=None, multiprocess_mode=mode
+                    )
+                case CounterFamily(name, text):
+                    self._counters[name] = Counter(name, text, family.labels, registry=None)
+                case HistogramFamily(name, text, buckets=buckets):
+                    self._histograms[name] = Histogram(
+                        name, text, family.labels, registry=None, buckets=buckets
+                    )
+
+    def gauge(self, family: GaugeFamily) -> Gauge:
+        return self._gauges[family.name].labels(*self.engine_labels)
+
+    def counter(self, family: CounterFamily, *own: str) -> Counter:
+        """The counter with these values of the family's own labels."""
+        return self._counters[family.name].labels(*self.engine_labels, *own)
+
+    def histogram(self, family: HistogramFamily, *own: str) -> Histogram:
+        """The histogram with these values of the family's own labels."""
+        return self._histograms[family.name].labels(*self.engine_labels, *own)
+
+    def collect(self, family: Family) -> Iterable[Metric]:
+        """The samples of one family."""
+        name = family.name
+        match family.kind:
+            case "gauge":
+                return self._gauges[name].collect()
+            case "counter":
+                return self._counters[name].collect()
+            case "histogram":
+                return self._histograms[name].collect()

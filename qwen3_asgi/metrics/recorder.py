@@ -1,0 +1,203 @@
+"""Measurements in, metrics out: the observer that a scheduler, its delivery and the HTTP side call.
+
+It counts from the start, into the engine's own instruments; registries only show them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, get_args
+
+from qwen3_asgi.metrics import catalogue, families
+from qwen3_asgi.metrics.instruments import Instruments
+from qwen3_asgi.scheduler.events import FinishReason
+from qwen3_asgi.scheduler.load import LoadSnapshot
+from qwen3_asgi.scheduler.request import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prometheus_client import CollectorRegistry
+
+    from qwen3_asgi.scheduler.events import Finish
+    from qwen3_asgi.scheduler.plan import StepPlan
+    from qwen3_asgi.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
+
+Arguments = ParamSpec("Arguments")
+_STEP_KINDS = ("prefill", "decode", "mixed")
+
+
+def _never_raises(
+    method: Callable[Concatenate[EngineMetrics, Arguments], None],
+) -> Callable[Concatenate[EngineMetrics, Arguments], None]:
+    """A measurement that fails (a full disk in multiprocess mode) must not cost a token.
+
+    The first failure is logged, the rest are not: there may be one per token.
+    """
+
+    def guarded(self: EngineMetrics, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            self.report_failure()
+
+    return functools.update_wrapper(guarded, method)
+
+
+class EngineMetrics:
+    """The metrics of one engine; a `SchedulerObserver`.
+
+    The `on_…` methods of the observer are called on the scheduler thread; `attach`, `detach`,
+    `close`, `on_client_disconnect` and `on_wakeups` may be called on any.
+
+    Args:
+        model_name: the label `model_name`.
+        engine_label: the label `engine`, unique among the process's engines of that model name:
+            a registry refuses two engines with the same labels, because a gauge that two engines
+            set in turn tells the truth about neither.
+    """
+
+    def __init__(self, model_name: str, engine_label: str) -> None:
+        self._instruments = instruments = Instruments(model_name, engine_label)
+        self._failed = False
+        # Between `on_load` on the scheduler thread and `close` on another.
+        self._load_lock = threading.Lock()
+        self._load = LoadSnapshot()
+        self._set_running = instruments.gauge(catalogue.NUM_REQUESTS_RUNNING).set
+        self._set_waiting = instruments.gauge(catalogue.NUM_REQUESTS_WAITING).set
+        self._set_kv_usage = instruments.gauge(catalogue.KV_CACHE_USAGE).set
+
+        counter, histogram = instruments.counter, instruments.histogram
+        self._prompt_tokens = counter(catalogue.PROMPT_TOKENS).inc
+        self._generation_tokens = counter(catalogue.GENERATION_TOKENS).inc
+        self._prefix_queries = counter(catalogue.PREFIX_CACHE_QUERIES).inc
+        self._prefix_hits = counter(catalogue.PREFIX_CACHE_HITS).inc
+        self._preemptions = counter(catalogue.NUM_PREEMPTIONS).inc
+        self._wasted_tokens = counter(catalogue.WASTED_TOKENS).inc
+        self._prefill_avoided = counter(catalogue.PREFILL_TOKENS_AVOIDED).inc
+        self._wakeups = counter(catalogue.EVENT_LOOP_WAKEUPS).inc
+        self._first_token = histogram(catalogue.TIME_TO_FIRST_TOKEN).observe
+        self._inter_token = histogram(catalogue.INTER_TOKEN_LATENCY).observe
+        self._e2e = histogram(catalogue.E2E_REQUEST_LATENCY).observe
+        self._queue_time = histogram(catalogue.REQUEST_QUEUE_TIME).observe
+        self._prefill_time = histogram(catalogue.REQUEST_PREFILL_TIME).observe
+        self._decode_time = histogram(catalogue.REQUEST_DECODE_TIME).observe
+        self._sweep = histogram(catalogue.SWEEP_SECONDS).observe
+        # Every label value known beforehand has its series from the start: `rate()` sees no change
+        # in a series that appears with its first count.
+        self._finished = {
+            reason: counter(catalogue.REQUEST_SUCCESS, reason).inc
+            for reason in get_args(FinishReason)
+        }
+        self._cancelled = {
+            state: counter(catalogue.REQUESTS_CANCELLED, state.value).inc for state in State
+        }
+        self._step = {kind: histogram(catalogue.STEP_SECONDS, kind).observe for kind in _STEP_KINDS}
+
+    def attach(self, registry: CollectorRegistry) -> None:
+        """Show this engine's metrics in a registry, with all that was measured so far.
+
+        Attaching again changes nothing. Works before, while and after the engine runs.
+
+        Raises:
+            MetricNameTaken: a metric that is not ours has one of our names.
+            MetricLabelsTaken: another engine in this registry has the same labels.
+        """
+        families.attach(registry, self._instruments)
+
+    def detach(self, registry: CollectorRegistry) -> None:
+        """Take this engine's series out of a registry. Its measurements are kept."""
+        families.detach(registry, self._instruments)
+
+    def close(self) -> None:
+        """The engine has stopped: the gauges fall to zero, all series stay. May be repeated."""
+        self.on_load(LoadSnapshot())
+
+    # ---- SchedulerObserver ----
+
+    @_never_raises
+    def on_load(self, load: LoadSnapshot) -> None:
+        with self._load_lock:
+            before = self._load
+            if load.num_running != before.num_running:
+                self._set_running(load.num_running)
+            if load.num_waiting != before.num_waiting:
+                self._set_waiting(load.num_waiting)
+            if (usage := load.kv_usage) != before.kv_usage:
+                self._set_kv_usage(usage)
+            self._load = load
+
+    @_never_raises
+    def on_step(self, plan: StepPlan, seconds: float) -> None:
+        if plan.rows:
+            self._step[plan.kind](seconds)
+
+    @_never_raises
+    def on_sweep(self, seconds: float, num_swept: int) -> None:
+        self._sweep(seconds)
+
+    @_never_raises
+    def on_admit(self, request: Request, cached_tokens: int) -> None:
+        # A preempted request finds its own blocks: that says nothing about what prompts share.
+        if request.num_preemptions == 0:
+            self._prefix_queries(request.prompt_len)
+            self._prefix_hits(cached_tokens)
+
+    @_never_raises
+    def on_preempt(self, request: Request) -> None:
+        self._preemptions()
+
+    @_never_raises
+    def on_token(self, request: Request, seconds: float, *, first: bool) -> None:
+        self._generation_tokens()
+        if first:
+            self._prompt_tokens(request.prompt_len)
+            self._first_token(seconds)
+        else:
+            self._inter_token(seconds)
+
+    @_never_raises
+    def on_cancel(self, request: Request, state: State, wasted_tokens: int) -> None:
+        self._cancelled[state]()
+        self._wasted_tokens(wasted_tokens)
+        # After the first token the whole prompt was computed, also when preemption has moved the
+        # cursor back since.
+        if request.first_token_at is None:
+            self._prefill_avoided(max(0, request.prompt_len - request.num_computed))
+
+    @_never_raises
+    def on_finish(self, request: Request, finish: Finish) -> None:
+        self._finished[finish.reason]()
+        if finish.reason not in ("stop", "length"):
+            return
+        admitted, first, last = request.admitted_at, request.first_token_at, request.last_token_at
+        if admitted is None or first is None or last is None:
+            return
+        # All four at the end and of the same requests, as vLLM does: so the parts add up to the
+        # whole. The last token ends the request, so its time is the time of the end.
+        self._e2e(last - request.arrival)
+        self._queue_time(admitted - request.arrival)
+        self._prefill_time(first - admitted)
+        self._decode_time(last - first)
+
+    # ---- from any thread ----
+
+    @_never_raises
+    def on_client_disconnect(self, phase: str) -> None:
+        """A client left before its response was complete. `phase` is one of a few fixed words."""
+        self._instruments.counter(catalogue.CLIENT_DISCONNECTS, phase).inc()
+
+    @_never_raises
+    def on_wakeups(self, count: int) -> None:
+        """Event loops were woken `count` times."""
+        self._wakeups(count)
+
+    def report_failure(self) -> None:
+        """Log the exception being handled, once."""
+        if not self._failed:
+            self._failed = True
+            logger.exception("a measurement failed; further failures are not logged")

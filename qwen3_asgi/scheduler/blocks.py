@@ -1,0 +1,194 @@
+"""KV block bookkeeping in plain ints: who holds which block, and which full blocks can be shared.
+
+A block is free, held (reference count >= 1), or cached (full, count 0, still findable by its
+content and evicted least recently used first). The tensors behind the ids live in `model/`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qwen3_asgi.scheduler.prefix import block_digest, root_digest
+from qwen3_asgi.scheduler.runs import FreeRuns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# When blocks must be evicted, a few more are taken along: neighbours merge into runs, and the next
+# allocations are adjacent again.
+EVICTION_BATCH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """What a full, immutable block holds; compared before the block is shared."""
+
+    digest: bytes
+    parent: bytes
+    token_ids: tuple[int, ...]
+
+
+class BlockPool:
+    """All KV blocks of one engine. Owned by the scheduler thread.
+
+    Raises:
+        ValueError: a block is released more often than it was acquired (a bug, never a user error).
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._prefix_cache = prefix_cache
+        self._references = [0] * num_blocks
+        self._free = FreeRuns(num_blocks)
+        self._cached: dict[int, CachedBlock] = {}
+        self._by_digest: dict[bytes, int] = {}
+        self._unreferenced: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can still hand out: free, or cached and unreferenced."""
+        return len(self._free) + len(self._unreferenced)
+
+    @property
+    def used(self) -> int:
+        return self.num_blocks - self.available
+
+    @property
+    def cached(self) -> int:
+        """Unreferenced blocks whose content can still be shared."""
+        return len(self._unreferenced)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def references(self, block: int) -> int:
+        return self._references[block]
+
+    def match(self, token_ids: Sequence[int], salt: str) -> tuple[list[int], list[bytes]]:
+        """Acquire the longest cached prefix of `token_ids`; returns its blocks and their digests.
+
+        At least one token is always left to forward: its logits are needed.
+        """
+        blocks: list[int] = []
+        digests: list[bytes] = []
+        if not self._prefix_cache:
+            return blocks, digests
+        parent = root_digest(salt)
+        size = self.block_size
+        for start in range(0, (len(token_ids) - 1) // size * size, size):
+            tokens = tuple(token_ids[start : start + size])
+            digest = block_digest(parent, tokens)
+            block = self._by_digest.get(digest)
+            if block is None:
+                break
+            content = self._cached[block]
+            if content.token_ids != tokens or content.parent != parent:
+                break
+            self._acquire(block)
+            blocks.append(block)
+            digests.append(digest)
+            parent = digest
+        return blocks, digests
+
+    def allocate(self, count: int, after: int | None) -> list[int]:
+        """Acquire `count` blocks, adjacent to each other and to `after` where possible.
+
+        Raises:
+            ValueError: fewer than `count` are available; nothing is acquired then.
+        """
+        if count > self.available:
+            raise ValueError(f"{count} KV blocks wanted, {self.available} available")
+        if count > len(self._free):
+            self._evict(max(count - len(self._free), EVICTION_BATCH))
+        blocks: list[int] = []
+        for missing in range(count, 0, -1):
+            block = None if after is None else self._free.take_after(after)
+            if block is None:
+                block = self._free.take(missing)
+            if block is None:  # unreachable: availability was checked
+                raise ValueError("the free list disagrees with its count")
+            self._references[block] = 1
+            blocks.append(block)
+            after = block
+        return blocks
+
+    def commit(self, block: int, parent: bytes, token_ids: Sequence[int]) -> bytes:
+        """Declare a held block full and computed, so that it can be shared; returns its digest.
+
+        A twin with the same content may be cached already (two equal prompts computed at once);
+        then this copy stays private.
+        """
+        tokens = tuple(token_ids)
+        digest = block_digest(parent, tokens)
+        if self._prefix_cache and digest not in self._by_digest:
+            self._by_digest[digest] = block
+            self._cached[block] = CachedBlock(digest, parent, tokens)
+        return digest
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back one reference on each. A sequence's tail becomes evictable before its head."""
+        for block in reversed(blocks):
+            count = self._references[block] - 1
+            if count < 0:
+                raise ValueError(f"KV block {block} was released twice")
+            self._references[block] = count
+            if count:
+                continue
+            if block in self._cached:
+                self._unreferenced[block] = None
+            else:
+                self._free.add(block)
+
+    def discard(self, blocks: Sequence[int]) -> None:
+        """Give back blocks whose content must not be shared: a failed request's own ones."""
+        for block in blocks:
+            if self._references[block] == 1 and block in self._cached:
+                self._forget(block)
+        self.release(blocks)
+
+    def clear_cache(self) -> None:
+        """Forget every unreferenced prefix."""
+        self._evict(len(self._unreferenced))
+
+    def check_integrity(self, tables: Sequence[Sequence[int]]) -> None:
+        """Compare the bookkeeping with the block tables of all live requests.
+
+        Raises:
+            RuntimeError: a block is lost, counted wrong, or shared without being immutable.
+        """
+        held = [0] * self.num_blocks
+        for table in tables:
+            for block in table:
+                held[block] += 1
+        if held != self._references:
+            wrong = [b for b in range(self.num_blocks) if held[b] != self._references[b]]
+            raise RuntimeError(f"reference counts differ from the block tables at {wrong[:8]}")
+        shared = [b for b in range(self.num_blocks) if held[b] > 1 and b not in self._cached]
+        if shared:
+            raise RuntimeError(f"mutable KV blocks are shared: {shared[:8]}")
+        free = set(self._free)
+        states = [free, set(self._unreferenced), {b for b in range(self.num_blocks) if held[b]}]
+        if sum(map(len, states)) != self.num_blocks or len(set().union(*states)) != self.num_blocks:
+            raise RuntimeError("a KV block is in no state, or in two")
+        if len(free) != len(self._free):
+            raise RuntimeError("the free runs disagree with their count")
+        for digest, block in self._by_digest.items():
+            if self._cached[block].digest != digest or block in free:
+                raise RuntimeError(f"the prefix index points at block {block}, which moved on")
+
+    def _acquire(self, block: int) -> None:
+        if self._references[block] == 0:
+            del self._unreferenced[block]
+        self._references[block] += 1
+
+    def _evict(self, count: int) -> None:
+        for _ in range(min(count, len(self._unreferenced))):
+            block, _ = self._unreferenced.popitem(last=False)
+            self._forget(block)
+            self._free.add(block)
+
+    def _forget(self, block: int) -> None:
+        del self._by_digest[self._cached.pop(block).digest]

@@ -1,0 +1,33 @@
+"""The load snapshot: one immutable value that gauges, `/load`, tests and routers all read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSnapshot:
+    """The scheduler's load as last published. Reading it takes no lock.
+
+    `num_running` counts prefilling, in-flight and active requests, `num_waiting` the deferred,
+    loading and held-back ones. `kv_used_blocks` are referenced by a live request;
+    `kv_cached_blocks` hold a reusable prefix that no live request references.
+    `iteration` and `step` count scheduler iterations and forward passes since the start.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_used_blocks: int = 0
+    kv_cached_blocks: int = 0
+    kv_total_blocks: int = 0
+    iteration: int = 0
+    step: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Used part of the KV pool, 0.0 to 1.0."""
+        return self.kv_used_blocks / self.kv_total_blocks if self.kv_total_blocks else 0.0
+
+    @property
+    def idle(self) -> bool:
+        return self.num_running == 0 and self.num_waiting == 0

@@ -1,0 +1,163 @@
+"""A request as the scheduler sees it: token ids in, token ids out, and where it stands.
+
+Also `Limits`, and the one check that decides whether a request can ever fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from qwen3_asgi.errors import ContextLengthExceeded, InvalidRequest
+from qwen3_asgi.scheduler.plan import RequestId, Sampling
+
+# Returns the stop string that the output now contains, or None. Called with each new token.
+StopCheck = Callable[[int], str | None]
+
+
+class State(StrEnum):
+    """The queue a request is in. Waiting: the first three. Running: the last three."""
+
+    DEFERRED = "deferred"
+    LOADING = "loading"
+    POST_CONTROL_DEFERRED = "post_control_deferred"
+    PREFILLING = "prefilling"
+    INFLIGHT = "inflight"
+    ACTIVE = "active"
+
+
+WAITING_STATES = (State.DEFERRED, State.LOADING, State.POST_CONTROL_DEFERRED)
+RUNNING_STATES = (State.PREFILLING, State.INFLIGHT, State.ACTIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a step and a request. Tokens, blocks and requests as the names say."""
+
+    block_size: int
+    num_kv_blocks: int
+    max_context_tokens: int
+    max_batch: int
+    max_prefill_tokens: int
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest prompt plus output: the context, or what the whole KV pool can hold."""
+        return min(self.max_context_tokens, self.num_kv_blocks * self.block_size)
+
+
+class Request:
+    """One generation. Every field below the line is owned by the scheduler thread.
+
+    Args:
+        request_id: unique among the live requests of the scheduler.
+        prompt_token_ids: at least one id.
+        sampling: with every default filled in.
+        max_tokens: most tokens to generate; None: as many as the context holds.
+        min_tokens: stop tokens are banned until this many tokens are generated.
+        eos_token_ids: end of sequence, empty to ignore it.
+        stop_token_ids: further ids that end the output.
+        stop_check: called with each token on the scheduler thread; see `StopCheck`.
+        cache_salt: prefix-cache blocks are shared only between requests with the same salt.
+        arrival: when it arrived, on the scheduler's clock, in seconds.
+    """
+
+    __slots__ = (
+        "admitted",
+        "admitted_at",
+        "arrival",
+        "block_digests",
+        "blocks",
+        "cache_salt",
+        "cached_tokens",
+        "eos_token_ids",
+        "finished",
+        "first_token_at",
+        "forwarded_tokens",
+        "id",
+        "last_token_at",
+        "max_tokens",
+        "min_tokens",
+        "num_computed",
+        "num_preemptions",
+        "prompt_len",
+        "sampling",
+        "state",
+        "stop_check",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: RequestId | str,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        min_tokens: int = 0,
+        eos_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = (),
+        stop_check: StopCheck | None = None,
+        cache_salt: str = "",
+        arrival: float = 0.0,
+    ) -> None:
+        self.id = RequestId(request_id)
+        self.prompt_len = len(prompt_token_ids)
+        self.sampling = sampling or Sampling()
+        self.max_tokens = max_tokens
+        self.min_tokens = min_tokens
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.stop_check = stop_check
+        self.cache_salt = cache_salt
+        self.arrival = arrival
+        # ---- owned by the scheduler thread from here on ----
+        self.state: State | None = None
+        self.finished = False
+        self.token_ids: list[int] = list(prompt_token_ids)
+        self.num_computed = 0
+        self.blocks: list[int] = []
+        self.block_digests: list[bytes] = []
+        self.cached_tokens = 0
+        self.admitted = False
+        self.num_preemptions = 0
+        # Tokens forwarded for this request so far. Written at the end of a step by the scheduler
+        # thread; `Scheduler.cancel` reads it from any thread: a stale int is all it may get.
+        self.forwarded_tokens = 0
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens that must be forwarded before the next one can be sampled."""
+        return len(self.token_ids) - self.num_computed
+
+
+def check_fits(
+    prompt_len: int, max_tokens: int | None, limits: Limits, *, param: str = "prompt"
+) -> int:
+    """Return the most tokens that may be generated.
+
+    Raises:
+        InvalidRequest: the prompt is empty.
+        ContextLengthExceeded: prompt plus `max_tokens` (one, when absent) can never fit.
+    """
+    if prompt_len == 0:
+        raise InvalidRequest("the prompt must have at least one token", param=param)
+    limit = limits.max_sequence_tokens
+    wanted = 1 if max_tokens is None else max_tokens
+    if prompt_len + wanted > limit:
+        asked = "" if max_tokens is None else f" plus max_tokens {max_tokens}"
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {limit} tokens, but the prompt has "
+            f"{prompt_len} tokens{asked}",
+            param=param,
+        )
+    return limit - prompt_len if max_tokens is None else max_tokens
