@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from qwen3_asgi.errors import EngineDead, GenerationCancelled, GenerationFailed, InvalidRequest
@@ -33,7 +34,7 @@ from qwen3_asgi.scheduler.request import Limits, Request, State, check_fits
 from qwen3_asgi.scheduler.sweep import collect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from qwen3_asgi.scheduler.executor import ModelExecutor
 
@@ -89,7 +90,7 @@ class Scheduler:
             executor.num_kv_blocks, executor.block_size, prefix_cache=prefix_cache
         )
         self._carried_cancels: Mapping[RequestId, Cancelled] = {}
-        self._arrived: list[Command] = []
+        self._arrived: deque[Command] = deque()  # taken from the inbox, not carried out yet
         self._events: list[Event] = []
         self._stopping = False
         self._iteration = 0
@@ -107,7 +108,7 @@ class Scheduler:
             raise EngineDead("the scheduler has ended")
         self._inbox.put(Submit(request))
         if self._closed:  # the loop ended in between: nobody else would answer
-            self._refuse_leftovers()
+            self._refuse(self._inbox.take_commands())
 
     def cancel(self, request_id: RequestId | str) -> None:
         """Drop a request at the top of the next iteration. Idempotent, lock-free, re-entrant."""
@@ -191,9 +192,9 @@ class Scheduler:
         return list(self._queues[state])
 
     def _drain(self) -> None:
-        commands, self._arrived = self._arrived + self._inbox.take_commands(), []
-        for command in commands:
-            match command:
+        self._arrived.extend(self._inbox.take_commands())
+        while self._arrived:
+            match self._arrived.popleft():
                 case Submit(request):
                     self._accept(request)
                 case ClearPrefixCache():
@@ -329,14 +330,15 @@ class Scheduler:
             return
         request.finished = True
         self._queues.remove(request)
-        if request.admitted:
-            try:
+        try:
+            if request.admitted:
                 self._executor.drop_request(request.id)
-            except Exception:
-                logger.exception("dropping request %s failed in the executor", request.id)
-        give_back(request, self._pool)
+        except Exception:
+            logger.exception("dropping request %s failed in the executor", request.id)
+        finally:  # also when the executor ends the loop: nobody else knows this request any more
+            give_back(request, self._pool)
+            self._events.append(event or Event(request.id, None, end))
         self._observer.on_finish(request, end)
-        self._events.append(event or Event(request.id, None, end))
 
     def _deliver(self) -> None:
         if not self._events:
@@ -355,12 +357,13 @@ class Scheduler:
         reason: FinishReason = "error" if isinstance(error, EngineDead) else "abort"
         for request in list(self._queues):
             self._end(request, finish(request, reason, error=error))
-        self._refuse_leftovers()
+        self._refuse(self._arrived)
+        self._refuse(self._inbox.take_commands())
         self._publish()
         self._deliver()
 
-    def _refuse_leftovers(self) -> None:
-        for command in self._inbox.take_commands():
+    def _refuse(self, commands: Iterable[Command]) -> None:
+        for command in commands:
             if isinstance(command, Submit):
                 request = command.request
                 end = finish(request, "abort", error=EngineDead("the scheduler has ended"))

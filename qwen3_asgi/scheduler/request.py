@@ -51,7 +51,7 @@ class Request:
     """One generation. Every field below the line is owned by the scheduler thread.
 
     Args:
-        request_id: unique among the live requests of the scheduler.
+        request_id: never used again; a late cancel would hit its next owner.
         prompt_token_ids: at least one id.
         sampling: with every default filled in.
         max_tokens: most tokens to generate; None: as many as the context holds.

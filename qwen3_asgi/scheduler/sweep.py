@@ -37,14 +37,16 @@ def collect(
     Costs in proportion to what was cancelled, not to what is live.
     """
     entries = dict(carried)
+    fresh: set[RequestId] = set()
     for entry in arrived:
         entries.setdefault(entry.request_id, entry)
+        fresh.add(entry.request_id)
     due = []
     keep: dict[RequestId, Cancelled] = {}
     for request_id, entry in entries.items():
         request = queues.get(request_id)
         if request is None:
-            if request_id not in carried:
+            if request_id in fresh:
                 keep[request_id] = entry
         elif request.state in SWEPT_STATES:
             due.append((request, entry))

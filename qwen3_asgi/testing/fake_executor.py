@@ -7,12 +7,16 @@ start was written to exactly the block the table names, by a row with the same t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from qwen3_asgi.scheduler.plan import RequestId, Row, SampledToken, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+
+_SEED = 1469598103934665603
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +31,38 @@ class RowCall:
     blocks: tuple[int, ...]
 
 
-def next_token(prefix: tuple[int, ...], vocab_size: int) -> int:
+class _Prefix:
+    """What one KV slot holds: the last token of a sequence, and the sequence before it.
+
+    Interned by its executor, so that two slots hold the same KV exactly if they hold one object.
+    """
+
+    __slots__ = ("after", "before", "length", "value")
+
+    def __init__(self, before: _Prefix | None, token: int) -> None:
+        self.before = before
+        self.length: int = 1 if before is None else before.length + 1
+        self.value: int = _fold(_SEED if before is None else before.value, token)
+        self.after: dict[int, _Prefix] = {}
+
+
+def next_token(prefix: Sequence[int], vocab_size: int) -> int:
     """The fake model: a token that depends on the whole prefix, never 0 (reserved for eos)."""
-    value = 1469598103934665603
-    for token in prefix:
-        value = ((value ^ (token + 1)) * 1099511628211) % (1 << 64)
-    return 1 + value % (vocab_size - 1)
+    return 1 + reduce(_fold, prefix, _SEED) % (vocab_size - 1)
+
+
+def generate(prompt: Sequence[int], count: int, vocab_size: int = 1000) -> list[int]:
+    """The `count` tokens that the fake model says after `prompt`, whatever else it runs."""
+    value = reduce(_fold, prompt, _SEED)
+    tokens: list[int] = []
+    for _ in range(count):
+        tokens.append(1 + value % (vocab_size - 1))
+        value = _fold(value, tokens[-1])
+    return tokens
+
+
+def _fold(value: int, token: int) -> int:
+    return ((value ^ (token + 1)) * 1099511628211) % (1 << 64)
 
 
 class FakeExecutor:
@@ -64,7 +94,10 @@ class FakeExecutor:
         self.eos_after: dict[str, int] = {}
         self.row_errors: dict[str, str] = {}
         # slot -> the token prefix whose KV it holds, as a real KV cache would.
-        self._slots: dict[int, tuple[int, ...]] = {}
+        self._slots: dict[int, _Prefix] = {}
+        self._first: dict[int, _Prefix] = {}
+        # What a failed step leaves behind: no sequence at all.
+        self._garbage = _Prefix(None, -1)
 
     def step(self, plan: StepPlan) -> StepResult:
         self.plans += 1
@@ -80,12 +113,18 @@ class FakeExecutor:
                 )
             )
         if self.before_step is not None:
-            self.before_step(plan)
+            try:
+                self.before_step(plan)
+            except Exception:
+                for row in plan.rows:
+                    self._spoil(row)
+                raise
         tokens: dict[RequestId, SampledToken] = {}
         errors: dict[RequestId, str] = {}
         for row in plan.rows:
             prefix = self._forward(row)
             if row.request_id in self.row_errors:
+                self._spoil(row)
                 errors[row.request_id] = self.row_errors[row.request_id]
             elif row.sample is not None:
                 tokens[row.request_id] = SampledToken(self._sample(row, prefix))
@@ -106,30 +145,49 @@ class FakeExecutor:
         size = self.block_size
         return row.block_table[position // size] * size + position % size
 
-    def _forward(self, row: Row) -> tuple[int, ...]:
-        prefix: tuple[int, ...] = ()
-        if row.start:
-            prefix = self._slots[self._slot(row, row.start - 1)]
-            if len(prefix) != row.start:
-                raise RuntimeError(
-                    f"request {row.request_id}: KV at position {row.start - 1} belongs to another "
-                    f"sequence"
-                )
-            for position in range(row.start):
-                if self._slots[self._slot(row, position)] != prefix[: position + 1]:
-                    raise RuntimeError(
-                        f"request {row.request_id}: KV at position {position} was overwritten"
-                    )
+    def _forward(self, row: Row) -> _Prefix:
+        prefix = self._verified_prefix(row)
         for offset, token in enumerate(row.token_ids):
-            prefix = (*prefix, token)
+            siblings = self._first if prefix is None else prefix.after
+            if token not in siblings:
+                siblings[token] = _Prefix(prefix, token)
+            prefix = siblings[token]
             self._slots[self._slot(row, row.start + offset)] = prefix
+        if prefix is None:
+            raise RuntimeError(f"request {row.request_id}: a row without tokens")
         return prefix
 
-    def _sample(self, row: Row, prefix: tuple[int, ...]) -> int:
+    def _verified_prefix(self, row: Row) -> _Prefix | None:
+        """What stands before the row, after checking that every position of it is in place."""
+        if row.start == 0:
+            return None
+        last = expected = self._slots[self._slot(row, row.start - 1)]
+        if last.length != row.start or last is self._garbage:
+            raise RuntimeError(
+                f"request {row.request_id}: KV at position {row.start - 1} belongs to another "
+                f"sequence"
+            )
+        for position in range(row.start - 2, -1, -1):
+            if (
+                expected.before is None
+                or expected.before is not self._slots[self._slot(row, position)]
+            ):
+                raise RuntimeError(
+                    f"request {row.request_id}: KV at position {position} was overwritten"
+                )
+            expected = expected.before
+        return last
+
+    def _spoil(self, row: Row) -> None:
+        """Leave garbage where the row would have written, as a step that fails half-way does."""
+        for offset in range(len(row.token_ids)):
+            self._slots[self._slot(row, row.start + offset)] = self._garbage
+
+    def _sample(self, row: Row, prefix: _Prefix) -> int:
         spec = row.sample
         if spec is None:
             raise RuntimeError("no token is wanted after this row")
         limit = self.eos_after.get(row.request_id)
         if limit is not None and spec.position >= limit and 0 not in spec.banned_token_ids:
             return 0
-        return next_token(prefix, self.vocab_size)
+        return 1 + prefix.value % (self.vocab_size - 1)

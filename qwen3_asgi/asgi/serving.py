@@ -1,0 +1,52 @@
+"""What the routes need of an engine, as protocols: tests put a scripted engine in its place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+    from prometheus_client import CollectorRegistry
+
+    from qwen3_asgi.config import SamplingParams
+    from qwen3_asgi.openai.tokens import Batch
+    from qwen3_asgi.scheduler.load import LoadSnapshot
+    from qwen3_asgi.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class Handle(Protocol):
+    """The engine's `RequestHandle`."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    def __aiter__(self) -> AsyncIterator[Batch]: ...
+    def cancel(self) -> None: ...
+
+
+class ServingEngine(Protocol):
+    """The part of `Engine` that HTTP uses."""
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    async def start(self) -> None: ...
+    async def offload(self, fn: Callable[..., T], /, *args: Any) -> T: ...
+    async def submit(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool = True,
+        cache_salt: str = "",
+    ) -> Handle: ...
+    def load(self) -> LoadSnapshot: ...
+    def metrics(self, registry: CollectorRegistry | None = None) -> None: ...

@@ -1,0 +1,21 @@
+"""Server-sent event frames: a value in, the bytes on the wire out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qwen3_asgi.asgi.responses import encode_json
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+def json_event(payload: Any) -> bytes:
+    """One event with a JSON payload. JSON escapes line breaks, so it is always one data line."""
+    return b"data: " + encode_json(payload) + b"\n\n"
+
+
+def text_event(data: str) -> bytes:
+    """One event with any text: a line break of any kind starts a new data line."""
+    lines = data.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    return "".join(f"data: {line}\n" for line in lines).encode() + b"\n"

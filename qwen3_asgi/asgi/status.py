@@ -1,0 +1,94 @@
+"""The routes that tell about the server: models, health, readiness, load, metrics, version."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import anyio.to_thread
+from starlette.responses import Response
+
+import qwen3_asgi
+from qwen3_asgi.asgi.errors import error_reply
+from qwen3_asgi.asgi.responses import encode_json
+from qwen3_asgi.errors import EngineDead, EngineNotReady, InvalidRequest
+from qwen3_asgi.metrics import render
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from starlette.requests import Request
+
+    from qwen3_asgi.asgi.serving import ServingEngine
+
+
+class StatusRoutes:
+    """Endpoints that only read: none of them starts the engine."""
+
+    def __init__(self, engine: ServingEngine, registry: CollectorRegistry) -> None:
+        self._engine = engine
+        self._registry = registry
+        self._created = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        wanted = request.path_params["model"]
+        if wanted != self._engine.model_name:
+            return _refusal(
+                InvalidRequest(
+                    f"the model {wanted[:128]!r} does not exist",
+                    param="model",
+                    code="model_not_found",
+                )
+            )
+        return _json(self._model())
+
+    async def health(self, request: Request) -> Response:
+        """Alive: an engine not started yet is healthy, a dead one has to be replaced."""
+        if self._engine.state == "dead":
+            return _refusal(EngineDead("the engine is dead"))
+        return _json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Whether a generation sent now would be taken at once."""
+        state = self._engine.state
+        if state == "dead":
+            return _refusal(EngineDead("the engine is dead"))
+        if state != "ready":
+            return _refusal(EngineNotReady(f"the engine is not ready: {state}"))
+        return _json({"status": "ready"})
+
+    async def load(self, request: Request) -> Response:
+        load = self._engine.load()
+        return _json({**asdict(load), "kv_usage": load.kv_usage})
+
+    async def metrics(self, request: Request) -> Response:
+        # Collectors may read files (multiprocess mode) or take their time: off the loop.
+        body, content_type = await anyio.to_thread.run_sync(
+            render, self._registry, request.headers.get("accept")
+        )
+        return Response(body, headers={"content-type": content_type})
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": qwen3_asgi.__version__})
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._engine.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "qwen3-asgi",
+        }
+
+
+def _json(payload: Any) -> Response:
+    return Response(encode_json(payload), media_type="application/json")
+
+
+def _refusal(error: Exception) -> Response:
+    reply = error_reply(error)
+    return Response(
+        encode_json(reply.body), reply.status, dict(reply.headers), media_type="application/json"
+    )

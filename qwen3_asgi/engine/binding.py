@@ -1,0 +1,81 @@
+"""Ties generations to the HTTP request or WebSocket that started them, across tasks and threads.
+
+The ASGI watch sets a `RequestBinding` in a context variable; tasks and worker threads inherit it,
+and every generation started under it is cancelled together when the client goes.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from qwen3_asgi.errors import ClientDisconnected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from qwen3_asgi.engine.mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
+
+
+class RequestBinding:
+    """The generations of one watched request. All methods may be called from any thread."""
+
+    __slots__ = ("_live", "_on_first", "_released", "disconnected")
+
+    def __init__(self, on_first: Callable[[], None] | None = None) -> None:
+        self._live: dict[str, Mailbox] = {}
+        self._on_first = on_first
+        self._released = False
+        self.disconnected = False
+
+    def check(self) -> None:
+        """
+        Raises:
+            ClientDisconnected: the client has gone already.
+        """
+        if self.disconnected and not self._released:
+            raise ClientDisconnected("the client has gone")
+
+    def bind(self, mailbox: Mailbox) -> None:
+        """Cancel this generation when the client goes."""
+        if self._released:
+            return
+        self._live[mailbox.request_id] = mailbox
+        on_first, self._on_first = self._on_first, None
+        if on_first is not None:
+            on_first()
+        if self.disconnected:  # it went while we were binding
+            mailbox.fail(ClientDisconnected("the client has gone"))
+
+    def unbind(self, mailbox: Mailbox) -> None:
+        self._live.pop(mailbox.request_id, None)
+
+    def disconnect(self, phase: str) -> int:
+        """The client has gone: cancel everything now; returns how many generations were live.
+
+        `phase` is "before_response" or "streaming", for the counter.
+        """
+        if self._released or self.disconnected:
+            return 0
+        self.disconnected = True
+        live = list(self._live.values())
+        for mailbox in live:
+            mailbox.fail(ClientDisconnected("the client has gone"))
+        for notify in {mailbox.on_disconnect: None for mailbox in live}:
+            notify(phase)
+        if live:
+            logger.info("client closed the request (499), %d generations cancelled", len(live))
+        return len(live)
+
+    def release(self) -> None:
+        """The response is complete: what runs on (a background task) is nobody's request now."""
+        self._released = True
+        self._live.clear()
+
+
+current_binding: ContextVar[RequestBinding | None] = ContextVar(
+    "qwen3_asgi_request_binding", default=None
+)

@@ -1,0 +1,105 @@
+"""The scheduler's `EventSink`: a step's events into mailboxes, one wake-up per event loop.
+
+The scheduler thread never waits for a reader here. A loop that is closed with live requests has
+them cancelled, and disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from qwen3_asgi.engine.outbox import LoopOutbox
+from qwen3_asgi.engine.portal import LoopClosed, LoopPortal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from qwen3_asgi.engine.mailbox import Mailbox
+    from qwen3_asgi.engine.outbox import Outbox
+    from qwen3_asgi.scheduler.events import Event
+    from qwen3_asgi.scheduler.plan import RequestId
+
+logger = logging.getLogger(__name__)
+
+
+class Delivery:
+    """The mailboxes of one engine. `register` and `when_idle` from any thread, `deliver` from the
+    scheduler thread."""
+
+    def __init__(self, on_wakeups: Callable[[int], None]) -> None:
+        self._on_wakeups = on_wakeups
+        self._mailboxes: dict[RequestId, Mailbox] = {}
+        # Taken by submitters only, never by the scheduler thread.
+        self._lock = threading.Lock()
+        self._outboxes: WeakKeyDictionary[object, LoopOutbox] = WeakKeyDictionary()
+        self._idle: Future[None] | None = None
+
+    def __len__(self) -> int:
+        """Live requests, including those that the scheduler has not drained yet."""
+        return len(self._mailboxes)
+
+    def outbox_here(self) -> LoopOutbox:
+        """The outbox of the running event loop."""
+        portal = LoopPortal.current()
+        with self._lock:
+            outbox = self._outboxes.get(portal.native)
+            if outbox is None:
+                outbox = self._outboxes[portal.native] = LoopOutbox(portal)
+            return outbox
+
+    def register(self, mailbox: Mailbox) -> None:
+        """Before its request is submitted."""
+        self._mailboxes[mailbox.request_id] = mailbox
+
+    def forget(self, mailbox: Mailbox) -> None:
+        """Its request was never submitted."""
+        self._mailboxes.pop(mailbox.request_id, None)
+        self._answer_idle()
+
+    def cancel_all(self) -> None:
+        for mailbox in list(self._mailboxes.values()):
+            mailbox.cancel()
+
+    def when_idle(self) -> Future[None]:
+        """Completes once no request is live."""
+        future: Future[None] = Future()
+        self._idle = future
+        self._answer_idle()
+        return future
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        touched: dict[Outbox, None] = {}
+        for event in events:
+            mailbox = self._mailboxes.get(event.request_id)
+            if mailbox is None:
+                continue
+            mailbox.push(event)
+            mailbox.outbox.ring(mailbox)
+            touched[mailbox.outbox] = None
+            if event.finish is not None:
+                del self._mailboxes[event.request_id]
+        wakeups = 0
+        for outbox in touched:
+            try:
+                wakeups += outbox.flush()
+            except LoopClosed:
+                self._abandon(outbox)
+        if wakeups:
+            self._on_wakeups(wakeups)
+        self._answer_idle()
+
+    def _abandon(self, outbox: Outbox) -> None:
+        orphans = [m for m in list(self._mailboxes.values()) if m.outbox is outbox]
+        if orphans:
+            logger.warning("an event loop closed with %d live requests", len(orphans))
+        for mailbox in orphans:
+            mailbox.cancel()
+
+    def _answer_idle(self) -> None:
+        idle = self._idle
+        if idle is not None and not self._mailboxes and not idle.done():
+            idle.set_result(None)

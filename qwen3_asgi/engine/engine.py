@@ -1,0 +1,394 @@
+"""`Engine`: one model, one scheduler thread, for every loop, thread and mount of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
+import anyio.to_thread
+from anyio.lowlevel import RunVar
+
+from qwen3_asgi.config import EngineConfig, SamplingParams
+from qwen3_asgi.engine.binding import current_binding
+from qwen3_asgi.engine.handle import RequestHandle
+from qwen3_asgi.engine.intake import Messages, Prompt, make_request
+from qwen3_asgi.engine.lifecycle import EngineState, Lifecycle, Runtime
+from qwen3_asgi.engine.loading import Loader, load_model, served_name
+from qwen3_asgi.engine.mailbox import Mailbox
+from qwen3_asgi.engine.outbox import Outbox, ThreadOutbox
+from qwen3_asgi.engine.output import Collector, Delta, GenerationOutput
+from qwen3_asgi.engine.portal import in_event_loop, wait_future
+from qwen3_asgi.engine.process import next_label, shared_engine
+from qwen3_asgi.errors import EngineDead, EngineNotReady, EngineOverloaded
+from qwen3_asgi.metrics.recorder import EngineMetrics
+from qwen3_asgi.scheduler.load import LoadSnapshot
+from qwen3_asgi.scheduler.request import check_fits
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+    from types import TracebackType
+
+    from prometheus_client import CollectorRegistry
+
+    from qwen3_asgi.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+DRAIN_SECONDS = 30.0
+# Threads per event loop for tokenising; not the loop's default threads, which the host's own
+# blocking endpoints may have taken, waiting for the very tokens that we would start.
+OFFLOAD_THREADS = 4
+_offload_limiter: RunVar[anyio.CapacityLimiter] = RunVar("qwen3_asgi_offload")
+
+
+class Engine:
+    """A Qwen3 model behind one scheduler thread. Building it starts and loads nothing.
+
+    Args:
+        model: "tiny" (bundled), a local Hugging Face folder, or a hub id.
+        config: sizes and device.
+        loader: replaces how the model is loaded; for tests.
+    """
+
+    def __init__(
+        self, model: str, config: EngineConfig | None = None, *, loader: Loader | None = None
+    ) -> None:
+        self.model = model
+        self.config = config or EngineConfig()
+        self.model_name = served_name(model, self.config)
+        self._metrics = EngineMetrics(self.model_name, next_label())
+        load = loader or load_model
+        self._lifecycle = Lifecycle(
+            self.model_name, self.config, lambda: load(self.model, self.config), self._metrics
+        )
+
+    @classmethod
+    def shared(cls, model: str, config: EngineConfig | None = None) -> Engine:
+        """The process's one engine for this model and configuration; the same object every call."""
+        settings = config or EngineConfig()
+        return shared_engine(model, settings, lambda: cls(model, settings))
+
+    # ---- start and stop ----
+
+    @property
+    def state(self) -> EngineState:
+        return self._lifecycle.state
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """
+        Raises:
+            EngineNotReady: the engine is not started.
+        """
+        return self._running().model.tokenizer
+
+    async def start(self) -> None:
+        """Load the model and start the scheduler thread. Idempotent; concurrent calls share it.
+
+        Raises:
+            ModelLoadError: the model cannot be used.
+        """
+        await wait_future(self._lifecycle.launch(lazily=False))
+
+    def start_sync(self) -> None:
+        """`start` for threads."""
+        self._lifecycle.launch(lazily=False).result()
+
+    async def stop(self, *, drain: float = DRAIN_SECONDS) -> None:
+        """Refuse new requests, give the live ones `drain` seconds, then end them and the thread."""
+        stopping = self._lifecycle.begin_stop()
+        if stopping is None:
+            return
+        runtime, ended = stopping
+        try:
+            with anyio.move_on_after(drain):
+                await wait_future(runtime.delivery.when_idle())
+        finally:
+            runtime.scheduler.stop()
+        await wait_future(ended)
+
+    def stop_sync(self, *, drain: float = DRAIN_SECONDS) -> None:
+        """`stop` for threads."""
+        stopping = self._lifecycle.begin_stop()
+        if stopping is None:
+            return
+        runtime, ended = stopping
+        try:
+            with contextlib.suppress(TimeoutError):
+                runtime.delivery.when_idle().result(timeout=drain)
+        finally:
+            runtime.scheduler.stop()
+        ended.result()
+
+    @asynccontextmanager
+    async def lifespan(self, app: object = None) -> AsyncIterator[None]:
+        """A lifespan for Starlette and FastAPI: `FastAPI(lifespan=engine.lifespan)`."""
+        del app
+        async with self:
+            yield
+
+    async def __aenter__(self) -> Engine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await self.stop()
+
+    def __enter__(self) -> Engine:
+        self.start_sync()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop_sync()
+
+    # ---- generation ----
+
+    async def submit(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        tools: Sequence[Any] | None = None,
+        enable_thinking: bool = True,
+        cache_salt: str = "",
+    ) -> RequestHandle:
+        """Queue one generation and return its handle; read it on this event loop.
+
+        Give exactly one of `prompt`, `messages` and `prompt_token_ids`. Starts the engine if it is
+        new.
+
+        Raises:
+            InvalidRequest: wrong arguments; ContextLengthExceeded if it can never fit.
+            EngineOverloaded: the queue is full.
+            EngineNotReady, EngineDead: the engine is stopping, stopped or dead.
+            ClientDisconnected: the client of the bound HTTP request has gone already.
+        """
+        asked = Prompt(prompt, messages, prompt_token_ids, tools, enable_thinking)
+        arrival = time.monotonic()
+        runtime = await wait_future(self._lifecycle.launch(lazily=True))
+        token_ids = await self.offload(asked.encode, runtime.model.tokenizer)
+        outbox = runtime.delivery.outbox_here()
+        return self._enqueue(runtime, asked, token_ids, params, cache_salt, arrival, outbox)
+
+    def submit_sync(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        tools: Sequence[Any] | None = None,
+        enable_thinking: bool = True,
+        cache_salt: str = "",
+    ) -> RequestHandle:
+        """`submit` for threads; read the handle with `read_sync`.
+
+        Raises:
+            RuntimeError: called on an event loop, which it would block.
+        """
+        if in_event_loop():
+            raise RuntimeError("this would block the event loop; await the async method instead")
+        asked = Prompt(prompt, messages, prompt_token_ids, tools, enable_thinking)
+        arrival = time.monotonic()
+        runtime = self._lifecycle.launch(lazily=True).result()
+        token_ids = asked.encode(runtime.model.tokenizer)
+        return self._enqueue(runtime, asked, token_ids, params, cache_salt, arrival, ThreadOutbox())
+
+    async def stream(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        tools: Sequence[Any] | None = None,
+        enable_thinking: bool = True,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield deltas as tokens come. Leaving it in any way cancels the request.
+
+        Raises: as `submit`, and as reading a `RequestHandle`.
+        """
+        params = params or SamplingParams()
+        handle = await self.submit(
+            prompt=prompt,
+            messages=messages,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            tools=tools,
+            enable_thinking=enable_thinking,
+            cache_salt=cache_salt,
+        )
+        try:
+            collector = Collector(self.tokenizer, params)
+            async for batch in handle:
+                yield collector.add(batch)
+        finally:
+            handle.cancel()
+
+    async def generate(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        tools: Sequence[Any] | None = None,
+        enable_thinking: bool = True,
+        cache_salt: str = "",
+    ) -> GenerationOutput:
+        """Generate to the end. Cancelling the caller cancels the request.
+
+        Raises: as `submit`, and as reading a `RequestHandle`.
+        """
+        params = params or SamplingParams()
+        handle = await self.submit(
+            prompt=prompt,
+            messages=messages,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            tools=tools,
+            enable_thinking=enable_thinking,
+            cache_salt=cache_salt,
+        )
+        try:
+            collector = Collector(self.tokenizer, params)
+            async for batch in handle:
+                collector.add(batch)
+            return _whole(collector, handle)
+        finally:
+            handle.cancel()
+
+    def generate_sync(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        tools: Sequence[Any] | None = None,
+        enable_thinking: bool = True,
+        cache_salt: str = "",
+    ) -> GenerationOutput:
+        """`generate` for threads: FastAPI `def` endpoints, Django sync views.
+
+        Raises: as `submit_sync`, and as reading a `RequestHandle`.
+        """
+        params = params or SamplingParams()
+        handle = self.submit_sync(
+            prompt=prompt,
+            messages=messages,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            tools=tools,
+            enable_thinking=enable_thinking,
+            cache_salt=cache_salt,
+        )
+        try:
+            collector = Collector(self.tokenizer, params)
+            for batch in handle.read_sync():
+                collector.add(batch)
+            return _whole(collector, handle)
+        finally:
+            handle.cancel()
+
+    async def offload(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a short blocking function in a thread of the engine's own."""
+        try:
+            limiter = _offload_limiter.get()
+        except LookupError:
+            limiter = anyio.CapacityLimiter(OFFLOAD_THREADS)
+            _offload_limiter.set(limiter)
+        return await anyio.to_thread.run_sync(function, *args, limiter=limiter)
+
+    # ---- what it tells the world ----
+
+    def load(self) -> LoadSnapshot:
+        """The scheduler's load as last published. Takes no lock; 0/0 when nothing runs."""
+        runtime = self._lifecycle.runtime
+        return LoadSnapshot() if runtime is None else runtime.scheduler.load
+
+    def metrics(self, registry: CollectorRegistry | None = None) -> None:
+        """Show this engine in a Prometheus registry (default: the default one). Idempotent."""
+        if registry is None:
+            from prometheus_client import REGISTRY
+
+            registry = REGISTRY
+        self._metrics.attach(registry)
+
+    # ---- inside ----
+
+    def _running(self) -> Runtime:
+        runtime = self._lifecycle.runtime
+        if runtime is None:
+            if self.state == "dead":
+                raise EngineDead("the engine's scheduler thread has failed")
+            raise EngineNotReady("the engine is not started")
+        return runtime
+
+    def _enqueue(
+        self,
+        runtime: Runtime,
+        asked: Prompt,
+        token_ids: list[int],
+        params: SamplingParams | None,
+        cache_salt: str,
+        arrival: float,
+        outbox: Outbox,
+    ) -> RequestHandle:
+        """From here to the handle nothing awaits, so a request can't be left without an owner."""
+        if self.state != "ready":
+            raise EngineNotReady("the engine is shutting down")
+        params = params or SamplingParams()
+        check_fits(len(token_ids), params.max_tokens, runtime.scheduler.limits, param=asked.param)
+        binding = current_binding.get()
+        if binding is not None:
+            binding.check()
+        delivery = runtime.delivery
+        if len(delivery) >= self.config.max_queue + self.config.max_batch:
+            raise EngineOverloaded(
+                f"{len(delivery)} requests are live; the queue takes {self.config.max_queue}"
+            )
+        request = make_request(
+            uuid.uuid4().hex,
+            token_ids,
+            params,
+            runtime.model,
+            cache_salt=cache_salt,
+            arrival=arrival,
+        )
+        mailbox = Mailbox(
+            request.id, outbox, runtime.scheduler.cancel, self._metrics.on_client_disconnect
+        )
+        delivery.register(mailbox)
+        try:
+            runtime.scheduler.submit(request)
+        except BaseException:
+            delivery.forget(mailbox)
+            raise
+        handle = RequestHandle(mailbox, token_ids, binding)
+        if binding is not None:
+            binding.bind(mailbox)
+        return handle
+
+
+def _whole(collector: Collector, handle: RequestHandle) -> GenerationOutput:
+    if handle.finish is None:  # unreachable: reading ends with a finish or raises
+        raise EngineDead("the token stream ended without a terminal event")
+    return collector.output(handle, handle.finish)

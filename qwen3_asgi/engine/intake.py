@@ -1,0 +1,108 @@
+"""From what a caller passes to what the scheduler takes: token ids and filled-in sampling."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from qwen3_asgi.errors import InvalidRequest
+from qwen3_asgi.scheduler.plan import Sampling
+from qwen3_asgi.scheduler.request import Request
+from qwen3_asgi.text.stop import StopStringCheck
+
+if TYPE_CHECKING:
+    from qwen3_asgi.config import SamplingParams
+    from qwen3_asgi.engine.loading import LoadedModel, SamplingDefaults
+    from qwen3_asgi.text.tokenizer import Tokenizer
+
+Messages = Sequence[Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One of three ways to say what to continue; `kind` is the argument that was given."""
+
+    text: str | None = None
+    messages: Messages | None = None
+    token_ids: Sequence[int] | None = None
+    tools: Sequence[Any] | None = None
+    enable_thinking: bool = True
+
+    def __post_init__(self) -> None:
+        given = [v for v in (self.text, self.messages, self.token_ids) if v is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                "give exactly one of prompt, messages and prompt_token_ids", param="prompt"
+            )
+
+    @property
+    def param(self) -> str:
+        return "messages" if self.messages is not None else "prompt"
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """Token ids. May take milliseconds: not for an event loop."""
+        if self.token_ids is not None:
+            return check_token_ids(self.token_ids, tokenizer)
+        if self.messages is not None:
+            return tokenizer.encode_chat(
+                self.messages, tools=self.tools, enable_thinking=self.enable_thinking
+            )
+        return tokenizer.encode(self.text or "")
+
+
+def check_token_ids(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """
+    Raises:
+        InvalidRequest: an id that no token owns; its embedding row was never trained.
+    """
+    owned = tokenizer.owned_token_ids
+    for token_id in token_ids:
+        if token_id not in owned:
+            raise InvalidRequest(
+                f"prompt has a token id {token_id} that is no token's", param="prompt"
+            )
+    return list(token_ids)
+
+
+def make_request(
+    request_id: str,
+    token_ids: list[int],
+    params: SamplingParams,
+    model: LoadedModel,
+    *,
+    cache_salt: str,
+    arrival: float,
+) -> Request:
+    """The scheduler's request for these token ids."""
+    return Request(
+        request_id,
+        token_ids,
+        sampling=fill_in(params, model.defaults),
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        eos_token_ids=() if params.ignore_eos else model.eos_token_ids,
+        stop_token_ids=params.stop_token_ids,
+        stop_check=StopStringCheck(model.tokenizer, params.stop) if params.stop else None,
+        cache_salt=cache_salt,
+        arrival=arrival,
+    )
+
+
+def fill_in(params: SamplingParams, defaults: SamplingDefaults) -> Sampling:
+    """Every default filled in; an absent seed is drawn from the system, not from a global state."""
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    return Sampling(
+        temperature=_or(params.temperature, defaults.temperature),
+        top_k=_or(params.top_k, defaults.top_k),
+        top_p=_or(params.top_p, defaults.top_p),
+        min_p=_or(params.min_p, defaults.min_p),
+        seed=seed,
+        logprobs=params.logprobs,
+    )
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value

@@ -1,0 +1,71 @@
+"""From a model's name to what an engine needs of it. The one place that reaches into `model/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qwen3_asgi.config import EngineConfig
+
+if TYPE_CHECKING:
+    from qwen3_asgi.scheduler.executor import ModelExecutor
+    from qwen3_asgi.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a request gets for the sampling fields it leaves out. Fields as in `SamplingParams`."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run."""
+
+    executor: ModelExecutor
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingDefaults
+
+
+# Called on the scheduler thread with the model's name and the engine's configuration.
+Loader = Callable[[str, EngineConfig], LoadedModel]
+
+
+def load_model(name: str, config: EngineConfig) -> LoadedModel:
+    """Load "tiny" (bundled), a local folder, or a Hugging Face hub id.
+
+    Raises:
+        ModelLoadError: the checkpoint cannot be used; the message says why.
+    """
+    from qwen3_asgi.model.checkpoint import find_folder
+    from qwen3_asgi.model.executor import load_executor
+    from qwen3_asgi.text.tokenizer import Tokenizer
+    from qwen3_asgi.tiny import tiny_path
+
+    folder = Path(tiny_path()) if name == "tiny" else find_folder(name)
+    tokenizer = Tokenizer.from_folder(folder)
+    executor = load_executor(folder, config, owned_token_ids=tokenizer.owned_token_ids)
+    generation = executor.generation_defaults
+    defaults = SamplingDefaults()
+    if config.generation_config == "auto":
+        defaults = SamplingDefaults(
+            temperature=generation.temperature,
+            top_k=generation.top_k,
+            top_p=generation.top_p,
+            min_p=generation.min_p,
+        )
+    return LoadedModel(executor, tokenizer, tuple(generation.eos_token_ids), defaults)
+
+
+def served_name(model: str, config: EngineConfig) -> str:
+    """The name that requests and metrics use."""
+    if config.served_model_name is not None:
+        return config.served_model_name
+    return Path(model).resolve().name if Path(model).is_dir() else model

@@ -1,0 +1,102 @@
+"""Where mailboxes are rung: per event loop, woken once per step, or per waiting thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from qwen3_asgi.engine.mailbox import Mailbox
+    from qwen3_asgi.engine.portal import LoopPortal
+
+
+class Outbox(Protocol):
+    """Rings mailboxes. `ring` and `flush` may be called by any thread and never block."""
+
+    def ring(self, mailbox: Mailbox) -> None:
+        """Note that this mailbox has news."""
+        ...
+
+    def flush(self) -> bool:
+        """Wake whoever reads the noted mailboxes; returns whether a wake-up was needed.
+
+        Raises:
+            LoopClosed: the readers' loop has ended.
+        """
+        ...
+
+
+class LoopOutbox:
+    """The mailboxes read on one event loop: one wake-up per step, however many of them ring."""
+
+    def __init__(self, portal: LoopPortal) -> None:
+        self.portal = portal
+        self._rung: deque[Mailbox] = deque()
+        self._scheduled = False
+
+    def ring(self, mailbox: Mailbox) -> None:
+        self._rung.append(mailbox)
+
+    def flush(self) -> bool:
+        if self._scheduled or not self._rung:
+            return False
+        self._scheduled = True
+        self.portal.call_soon(self._wake_readers)
+        return True
+
+    def _wake_readers(self) -> None:
+        # First the flag, then the queue: what is rung from here on schedules the next wake-up.
+        self._scheduled = False
+        while self._rung:
+            self._rung.popleft().wake()
+
+
+class LoopBell:
+    """Wakes the one task that waits for a mailbox. Used in the loop's own thread only."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event: anyio.Event | None = None
+
+    def ring(self) -> None:
+        if self._event is not None:
+            self._event.set()
+
+    async def wait(self, is_ready: Callable[[], bool]) -> None:
+        """Return once `is_ready()`; it is called again after each ring."""
+        while True:
+            self._event = anyio.Event()
+            if is_ready():
+                break
+            await self._event.wait()
+        self._event = None
+
+
+class ThreadOutbox:
+    """One mailbox that a thread reads. `SimpleQueue.put` is re-entrant, so no ring can deadlock."""
+
+    def __init__(self) -> None:
+        self._rings: SimpleQueue[None] = SimpleQueue()
+
+    def ring(self, mailbox: Mailbox) -> None:
+        del mailbox
+        self._rings.put(None)
+
+    def flush(self) -> bool:
+        return False
+
+    def wait(self, is_ready: Callable[[], bool]) -> None:
+        """Block until `is_ready()`."""
+        while not is_ready():
+            self._rings.get()
+            try:  # one look answers every ring that came meanwhile
+                while True:
+                    self._rings.get_nowait()
+            except Empty:
+                continue
