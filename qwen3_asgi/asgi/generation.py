@@ -22,7 +22,6 @@ from qwen3_asgi.openai.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    check_token_ids,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from qwen3_asgi.asgi.serving import Handle, ServingEngine
     from qwen3_asgi.config import SamplingParams
-    from qwen3_asgi.openai.tokens import Batch
 
 AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 # Below this, parsing costs less than the way to a thread and back.
@@ -82,15 +80,9 @@ class GenerationRoute:
             await self._stream(request, handles, reply, send)
             return
 
-        def collect(index: int, batch: Batch) -> None:
-            if isinstance(reply, ChatReply):
-                reply.push(batch)
-            else:
-                reply.push(index, batch)
-
         async def read(index: int, handle: Handle) -> None:
             async for batch in handle:
-                collect(index, batch)
+                reply.push(index, batch)
 
         await run_together([partial(read, i, handle) for i, handle in enumerate(handles)])
         await send_json(send, reply.body())
@@ -106,21 +98,20 @@ class GenerationRoute:
 
         async def read(index: int, handle: Handle) -> None:
             async for batch in handle:
-                if isinstance(reply, ChatReply):
-                    chunks = reply.stream(batch)
-                else:
-                    chunks = reply.stream(index, batch)
+                chunks = reply.stream(index, batch)
                 await events.send_frames([json_event(chunk) for chunk in chunks])
 
         async def produce() -> None:
             try:
                 await run_together([partial(read, i, handle) for i, handle in enumerate(handles)])
-            except ClientDisconnected:
+            except (ClientDisconnected, OSError):
                 raise
-            except Qwen3Error as error:
+            except Exception as error:
                 # The status line is gone; clients look for this frame, and for [DONE] not coming.
-                logger.warning("a stream ended by an error: %s", error)
                 await events.end(json_event(error_reply(error).body))
+                if not isinstance(error, Qwen3Error):
+                    raise
+                logger.warning("a stream ended by an error: %s", error)
                 return
             closing = [json_event(reply.usage_chunk())] if request.include_usage else []
             await events.end(b"".join([*closing, DONE]))
@@ -135,7 +126,6 @@ class ChatCompletions(GenerationRoute):
         request = await self._parse(body, ChatRequest)
         params = request.sampling()
         tools, thinking = request.offered_tools, request.thinking
-        await self._engine.start()
         handle = await self._engine.submit(
             messages=request.messages,
             tools=tools,
@@ -157,8 +147,6 @@ class Completions(GenerationRoute):
         request = await self._parse(body, CompletionRequest)
         params = request.sampling()
         prompts = request.prompts
-        await self._engine.start()
-        await self._engine.offload(_check_prompts, prompts, self._engine.tokenizer.owned_token_ids)
         handles: list[Handle] = []
         try:
             for prompt in prompts:
@@ -186,11 +174,3 @@ class Completions(GenerationRoute):
             if error.param in ("prompt_token_ids", "messages"):  # the wire has one name for both
                 error.param = "prompt"
             raise
-
-
-def _check_prompts(prompts: Sequence[str | list[int]], owned: range | frozenset[int]) -> None:
-    for prompt in prompts:
-        if not prompt:
-            raise InvalidRequest("prompt must not be empty", param="prompt")
-        if not isinstance(prompt, str):
-            check_token_ids(prompt, owned)

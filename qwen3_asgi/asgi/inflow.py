@@ -34,6 +34,8 @@ class Inflow:
         self._reading = False
         # The disconnect message, which is handed out forever from then on.
         self._end: Message | None = None
+        # What the server's `receive` raised in the watcher; the app's next read raises it.
+        self._failure: Exception | None = None
         self._change: anyio.Event | None = None
 
     async def receive(self) -> Message:
@@ -46,21 +48,34 @@ class Inflow:
                 return message
             if self._end is not None:
                 return self._end
+            if self._failure is not None:
+                try:
+                    raise self._failure
+                finally:
+                    self._failure = None
             if not self._reading:
                 return await self._read()
             await self._wait()
 
     async def read_ahead(self) -> None:
-        """The watcher: read until the client has gone. Cancel it to stop."""
+        """The watcher: read until the client has gone or `receive` fails. Cancel it to stop."""
         while self._end is None:
             if self._reading or self._is_full():
                 await self._wait()  # the app is reading itself, or has not kept up
                 continue
-            message = await self._read()
+            try:
+                message = await self._read()
+            except Exception as error:
+                self._failure = error
+                return
             if message is not self._end:
                 self._ahead.append(message)
                 self._ahead_bytes += _size(message)
                 self._changed()
+
+    def ignore_disconnect(self) -> None:
+        """Whatever comes now is passed on, but `on_disconnect` is not called any more."""
+        self._on_disconnect = _ignore
 
     async def _read(self) -> Message:
         self._reading = True
@@ -86,6 +101,10 @@ class Inflow:
         if self._change is not None:
             self._change.set()
             self._change = None
+
+
+def _ignore() -> None:
+    pass
 
 
 def _size(message: Message) -> int:

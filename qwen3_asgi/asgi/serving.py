@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from qwen3_asgi.config import SamplingParams
-    from qwen3_asgi.openai.tokens import Batch
+    from qwen3_asgi.openai.choice import Batch
     from qwen3_asgi.scheduler.load import LoadSnapshot
     from qwen3_asgi.text.tokenizer import Tokenizer
 
@@ -35,7 +35,6 @@ class ServingEngine(Protocol):
     def state(self) -> str: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
-    async def start(self) -> None: ...
     async def offload(self, fn: Callable[..., T], /, *args: Any) -> T: ...
     async def submit(
         self,

@@ -13,9 +13,3 @@ KEEP_ALIVE = b": keep-alive\n\n"
 def json_event(payload: Any) -> bytes:
     """One event with a JSON payload. JSON escapes line breaks, so it is always one data line."""
     return b"data: " + encode_json(payload) + b"\n\n"
-
-
-def text_event(data: str) -> bytes:
-    """One event with any text: a line break of any kind starts a new data line."""
-    lines = data.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    return "".join(f"data: {line}\n" for line in lines).encode() + b"\n"

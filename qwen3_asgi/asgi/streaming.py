@@ -112,4 +112,7 @@ async def run_together(
                     foreground.start_soon(guarded, call)
         group.cancel_scope.cancel()
     if failures:
-        raise failures[0]
+        try:
+            raise failures[0]
+        finally:
+            failures.clear()  # an error that its own traceback's frame holds is a reference cycle

@@ -7,6 +7,7 @@ reads `receive` beside the app and hands everything on in order.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 CancelPolicy = Literal["generations", "request"] | Callable[["Scope"], bool]
 
 WATCH_KEY = "qwen3_asgi.watch"
+# What proxies log for a client that closed its request.
+GONE_STATUS = 499
 _FINAL_MESSAGES = ("http.response.pathsend", "websocket.close")
 
 
@@ -76,29 +79,45 @@ class _Watch:
         scope = {**scope, WATCH_KEY: self}
         token = current_binding.set(self._binding)
         error: BaseException | None = None
+        ended = False
         try:
             async with anyio.create_task_group() as self._group:
                 try:
-                    await self._run_app(app, scope, self._inflow.receive, self.send, cancel_app)
+                    ended = await self._run_app(
+                        app, scope, self._inflow.receive, self.send, cancel_app
+                    )
                 except anyio.get_cancelled_exc_class():
                     raise  # the host's own cancellation, the task group must see it
                 except BaseException as raised:
                     error = raised  # past the task group, which would wrap it in a group
                 finally:
                     self._stop()
+                # Only the watcher is left, and it is ending: a cancellation that comes now must
+                # not replace what the app has returned or raised.
+                self._group.cancel_scope.shield = True
         finally:
             current_binding.reset(token)
-        if error is not None and not self._is_ours(error):
-            try:
+        try:
+            if error is not None:
                 raise error
-            finally:
-                error = None  # a frame that refers to its own traceback is a reference cycle
+        finally:
+            error = None  # a frame that refers to its own traceback is a reference cycle
+        if not ended and not self._response_started:
+            await _answer_gone(scope, self._send)
 
     async def run_nested(
         self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, *, cancel_app: bool
     ) -> None:
         """An inner `DisconnectWatch` of the same request."""
-        await self._run_app(app, scope, receive, send, cancel_app)
+        started = False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        if not await self._run_app(app, scope, receive, send_noting, cancel_app) and not started:
+            await _answer_gone(scope, send)
 
     async def send(self, message: Message) -> None:
         kind = message["type"]
@@ -120,19 +139,30 @@ class _Watch:
 
     async def _run_app(
         self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, cancel_app: bool
-    ) -> None:
-        if not cancel_app:
-            await app(scope, receive, send)
-            return
-        with anyio.CancelScope() as app_scope:
-            self._app_scopes.append(app_scope)
-            self._start()
-            if self._binding.disconnected:
-                app_scope.cancel()
-            await app(scope, receive, send)
+    ) -> bool:
+        """Returns whether the app came to its end; false if the disconnect ended it."""
+        try:
+            if not cancel_app:
+                await app(scope, receive, send)
+                return True
+            with anyio.CancelScope() as app_scope:
+                self._app_scopes.append(app_scope)
+                self._start()
+                if self._binding.disconnected:
+                    app_scope.cancel()
+                await app(scope, receive, send)
+            return not app_scope.cancelled_caught
+        except BaseException as error:
+            if self._is_ours(error):
+                return False
+            raise
 
     def _is_ours(self, error: BaseException) -> bool:
-        return isinstance(error, ClientDisconnected) and self._binding.disconnected
+        if not self._binding.disconnected:
+            return False
+        if isinstance(error, BaseExceptionGroup):  # the app's own task group, with one in each task
+            return error.split(ClientDisconnected)[1] is None
+        return isinstance(error, ClientDisconnected)
 
     def _on_disconnect(self) -> None:
         if self._complete:
@@ -162,5 +192,15 @@ class _Watch:
     def _stop(self) -> None:
         self._complete = True
         self._binding.release()
+        self._inflow.ignore_disconnect()
         if self._watcher is not None:
             self._watcher.cancel()
+
+
+async def _answer_gone(scope: Scope, send: Send) -> None:
+    """Nobody reads this, but the host's middleware outside may insist on a response."""
+    if scope["type"] != "http":
+        return
+    with contextlib.suppress(OSError):
+        await send({"type": "http.response.start", "status": GONE_STATUS, "headers": []})
+        await send({"type": "http.response.body", "body": b""})

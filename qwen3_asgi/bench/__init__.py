@@ -1,0 +1,1 @@
+"""Benchmarks that users can repeat: `qwen3-asgi bench …`."""

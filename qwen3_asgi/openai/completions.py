@@ -1,0 +1,128 @@
+"""Builds `text_completion` replies and their chunks: one choice per prompt."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from qwen3_asgi.openai.choice import Batch, ChoiceOutput
+from qwen3_asgi.openai.logprobs import CompletionLogprobs
+from qwen3_asgi.openai.usage import usage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from qwen3_asgi.openai.requests import CompletionRequest
+    from qwen3_asgi.text.tokenizer import Tokenizer
+
+
+class CompletionReply:
+    """One reply with a choice per prompt. Choices may be fed in any interleaving.
+
+    `prompts` and `prompt_ids` have one entry per choice.
+    """
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        tokenizer: Tokenizer,
+        prompts: Sequence[str | list[int]],
+        prompt_ids: Sequence[Sequence[int]],
+    ) -> None:
+        self._request = request
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._outputs = [
+            ChoiceOutput(
+                tokenizer, ids, stop=request.stop_strings, logprobs=request.logprobs is not None
+            )
+            for ids in prompt_ids
+        ]
+        num_top = request.logprobs or 0
+        self._logprobs = [CompletionLogprobs(tokenizer, num_top) for _ in prompt_ids]
+        # What is to be echoed and has not been yet.
+        self._echo = [_echoed(p, tokenizer) if request.echo else "" for p in prompts]
+        self._texts: list[list[str]] = [[] for _ in prompt_ids]
+
+    def push(self, index: int, batch: Batch) -> None:
+        """Take a choice's batch and keep its text for `body`."""
+        self._texts[index].append(self._text(index, batch))
+
+    def body(self) -> dict[str, Any]:
+        """Return the whole reply, after every choice's last batch."""
+        choices = [
+            self._choice(i, "".join(texts), self._take_logprobs(i), self._finish_reason(i))
+            for i, texts in enumerate(self._texts)
+        ]
+        return {
+            **self._envelope(),
+            "choices": choices,
+            "usage": usage(self._outputs, reasoning=False),
+        }
+
+    def stream(self, index: int, batch: Batch) -> list[dict[str, Any]]:
+        """Take a choice's batch; return the chunks to send for it."""
+        text = self._text(index, batch)
+        chunks: list[dict[str, Any]] = []
+        if text:
+            chunks.append(self._chunk(index, text, None))
+        if batch.finish is not None:
+            chunks.append(self._chunk(index, "", self._finish_reason(index)))
+        return chunks
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the last chunk of a stream with `include_usage`."""
+        return {
+            **self._envelope(),
+            "choices": [],
+            "usage": usage(self._outputs, reasoning=False),
+        }
+
+    def _text(self, index: int, batch: Batch) -> str:
+        echo, self._echo[index] = self._echo[index], ""
+        return echo + "".join(chunk.text for chunk in self._outputs[index].push(batch))
+
+    def _chunk(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+        chunk = self._envelope()
+        logprobs = self._take_logprobs(index) if self._outputs[index].has_logprobs else None
+        chunk["choices"] = [self._choice(index, text, logprobs, finish_reason)]
+        if self._request.continuous_usage:
+            chunk["usage"] = usage(self._outputs, reasoning=False)
+        elif self._request.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _envelope(self) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._request.model,
+            "system_fingerprint": None,
+        }
+
+    def _choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+    def _take_logprobs(self, index: int) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        return self._logprobs[index].build(self._outputs[index].take_logprobs())
+
+    def _finish_reason(self, index: int) -> str:
+        finish = self._outputs[index].finish
+        return "length" if finish is not None and finish.reason == "length" else "stop"
+
+
+def _echoed(prompt: str | list[int], tokenizer: Tokenizer) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.decode(prompt, skip_special_tokens=False)
