@@ -274,7 +274,10 @@ class Scheduler:
     def _execute(self, plan: StepPlan) -> StepResult | GenerationFailed:
         begin = self.clock()
         try:
-            return self._executor.step(plan)
+            result = self._executor.step(plan)
+            if not isinstance(result, StepResult):
+                raise TypeError(f"the executor returned {type(result).__name__}, no StepResult")
+            return result
         except Exception as error:
             logger.exception("step %d failed; its %d requests end", plan.step, len(plan.rows))
             return GenerationFailed(f"the forward pass failed: {type(error).__name__}: {error}")

@@ -21,16 +21,24 @@ def fake_engine(
     config: EngineConfig | None = None,
     *,
     eos_token_ids: tuple[int, ...] = (0,),
+    tokenizer: Tokenizer | None = None,
 ) -> Engine:
-    """An engine named "fake" with the bundled tokenizer; its tokens are deterministic nonsense."""
+    """An engine named "fake"; its tokens are deterministic nonsense.
+
+    Args:
+        executor: a `FakeExecutor` with room for most tests when None.
+        config: as for `Engine`.
+        eos_token_ids: the tokens that end an output; `FakeExecutor.eos_after` makes it yield 0.
+        tokenizer: the bundled one when None.
+    """
 
     def load(name: str, settings: EngineConfig) -> LoadedModel:
         del name, settings
-        tokenizer = Tokenizer.from_folder(tiny_path())
+        text = tokenizer or Tokenizer.from_folder(tiny_path())
         model = executor or FakeExecutor(
-            num_kv_blocks=1024, block_size=16, vocab_size=len(tokenizer.owned_token_ids)
+            num_kv_blocks=1024, block_size=16, vocab_size=len(text.owned_token_ids)
         )
-        return LoadedModel(model, tokenizer, eos_token_ids, SamplingDefaults(temperature=0.0))
+        return LoadedModel(model, text, eos_token_ids, SamplingDefaults(temperature=0.0))
 
     return Engine("fake", config, loader=load)
 

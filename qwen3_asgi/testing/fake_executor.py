@@ -153,7 +153,7 @@ class FakeExecutor:
                 siblings[token] = _Prefix(prefix, token)
             prefix = siblings[token]
             self._slots[self._slot(row, row.start + offset)] = prefix
-        if prefix is None:
+        if prefix is None or not row.token_ids:
             raise RuntimeError(f"request {row.request_id}: a row without tokens")
         return prefix
 

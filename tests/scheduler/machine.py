@@ -1,0 +1,301 @@
+"""Random lives of a scheduler: everything users, clients and devices may do, in any order.
+
+`SchedulerMachine` submits, cancels (also in the middle of a step or of a drop), lets steps, rows
+and sinks fail, clears the cache, and checks the invariants I1 to I7 of the design after each rule.
+The pools are tiny, so that preemption and eviction happen all the time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from qwen3_asgi.errors import ContextLengthExceeded
+from qwen3_asgi.scheduler.request import State
+from qwen3_asgi.testing.fake_executor import generate
+from tests.scheduler.harness import Harness, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from qwen3_asgi.scheduler.events import Event, Finish
+    from qwen3_asgi.scheduler.plan import RequestId, StepPlan
+
+NUMBER_BITS = 40
+NUMBER = st.integers(0, 2**NUMBER_BITS - 1)
+MAX_TOKENS = (1, 2, 4, 7, 12, None)
+EOS = 0
+
+
+class Digits:
+    """One drawn number, read as several small choices: drawing is what costs the time."""
+
+    def __init__(self, number: int) -> None:
+        self.rest = number
+
+    def below(self, limit: int) -> int:
+        self.rest, digit = divmod(self.rest, limit)
+        return digit
+
+
+@dataclass
+class Fate:
+    """What is known about one submitted request, and what must become of it."""
+
+    tokens: list[int]
+    fits: bool
+    seen: int = 0
+    ends: list[Finish] = field(default_factory=list)
+    cancelled: bool = False
+    failed: bool = False
+
+
+class Injected(Exception):
+    """The only error that the machine's executor and sink raise on purpose."""
+
+
+class FlakySink(Record):
+    """Takes the events, and then fails if it was told to."""
+
+    fails = False
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        self.events.extend(events)
+        if self.fails:
+            self.fails = False
+            raise Injected("the listener is dead")
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The rules are what the world does; `check` is what must hold."""
+
+    @initialize(number=NUMBER)
+    def start(self, number: int) -> None:
+        digits = Digits(number)
+        self.sink = FlakySink()
+        self.harness = Harness(
+            num_kv_blocks=6 + digits.below(8),
+            block_size=2 + digits.below(2),
+            max_context_tokens=(20, 4096)[digits.below(2)],
+            max_batch=2 + digits.below(5),
+            max_prefill_tokens=(1, 3, 8, 64)[digits.below(4)],
+            prefix_cache=digits.below(8) > 0,
+            sink=self.sink,
+            trace=None,
+        )
+        self.scheduler, self.executor = self.harness.scheduler, self.harness.executor
+        self.executor.before_step = self.before_step
+        self.executor.on_drop = self.on_drop
+        self.fates: dict[str, Fate] = {}
+        self.cancel_in_step: list[str] = []
+        self.cancel_in_drop: list[str] = []
+        self.cancelled_in_hook: list[str] = []
+        # Cancelled before the iteration that comes: no row of it may be forwarded any more.
+        self.gone: set[str] = set()
+        self.step_fails = False
+        self.num_events = self.num_rows = 0
+
+    # ---- what the world does ----
+
+    @rule(number=NUMBER)
+    def submit(self, number: int) -> None:
+        digits = Digits(number)
+        for _ in range(1 + digits.below(3)):
+            self._submit(digits)
+
+    @rule(number=NUMBER)
+    def cancel(self, number: int) -> None:
+        digits = Digits(number)
+        where = digits.below(4)
+        # The latest more often than the old ones, and sometimes nobody that is known.
+        back = digits.below(8)
+        names = list(self.fates)
+        name = names[-1 - back] if back < len(names) else f"nobody {number}"
+        match where:
+            case 0:
+                self.cancel_in_step.append(name)
+            case 1:
+                self.cancel_in_drop.append(name)
+            case _:
+                self._cancel(name)
+                self.gone.add(name)
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.iterate()
+
+    @rule(number=NUMBER)
+    def trouble(self, number: int) -> None:
+        digits = Digits(number)
+        match digits.below(4):
+            case 0:
+                self.step_fails = digits.below(2) == 0
+            case 1:
+                running = self.harness.order()
+                if running:
+                    name = running[digits.below(len(running))]
+                    self.executor.row_errors[name] = "injected"
+            case 2:
+                self.sink.fails = True
+            case _:
+                self.scheduler.clear_prefix_cache()
+        self.iterate()
+
+    # ---- how it is done ----
+
+    def _submit(self, digits: Digits) -> None:
+        name = f"{len(self.fates):03}"
+        max_tokens = MAX_TOKENS[digits.below(len(MAX_TOKENS))]
+        length = 1 + digits.below(10)
+        shared = 4 * digits.below(4)
+        prompt = [(0 if i < shared else 100 * len(self.fates)) + i for i in range(length)]
+        eos_after = digits.below(4) if digits.below(5) == 0 else None
+        limit = self.scheduler.limits.max_sequence_tokens
+        fits = length + (max_tokens or 1) <= limit
+        tokens = generate(prompt, limit - length if max_tokens is None else max_tokens)
+        if eos_after is not None:
+            self.executor.eos_after[name] = eos_after
+            tokens[eos_after:] = [EOS] * (len(tokens) > eos_after)
+        self.fates[name] = Fate(tokens, fits)
+        self.harness.submit(
+            name,
+            prompt,
+            max_tokens=max_tokens,
+            cache_salt="s" * (digits.below(3) == 0),
+            eos_token_ids=[EOS],
+        )
+
+    def _cancel(self, name: str) -> None:
+        if name in self.fates:
+            self.fates[name].cancelled = True
+        self.scheduler.cancel(name)
+
+    def _cancel_in_hook(self, names: list[str]) -> None:
+        while names:
+            name = names.pop()
+            self._cancel(name)
+            self.cancelled_in_hook.append(name)
+
+    def before_step(self, plan: StepPlan) -> None:
+        self._cancel_in_hook(self.cancel_in_step)
+        for row in plan.rows:
+            if self.step_fails or row.request_id in self.executor.row_errors:
+                self.fates[row.request_id].failed = True
+        if self.step_fails:
+            self.step_fails = False
+            raise Injected("the device is gone")
+
+    def on_drop(self, request_id: RequestId) -> None:
+        self._cancel_in_hook(self.cancel_in_drop)
+
+    def iterate(self) -> None:
+        self.scheduler.iterate()
+        self.check()
+        self.gone.update(self.cancelled_in_hook)
+        self.cancelled_in_hook.clear()
+
+    # ---- what must hold ----
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        waiting = self.harness.queue(State.DEFERRED)
+        running = self.harness.queue(State.ACTIVE) + self.harness.queue(State.PREFILLING)
+        self.check_rows(running + waiting)
+        self.check_events()
+        self.check_snapshot(running, waiting)
+        self.check_sharing(running)
+
+    def check_rows(self, order: list[str]) -> None:
+        """I1: nobody that was cancelled before this iteration was forwarded in it, or lives on."""
+        rows = self.executor.rows
+        for row in rows[self.num_rows :]:
+            assert row.request_id not in self.gone, "forwarded after its cancel"
+        self.num_rows = len(rows)
+        assert self.gone.isdisjoint(order), "a cancelled request outlives the sweep"
+        # I5: whoever came first is served first, whatever was cancelled, preempted or failed.
+        assert order == sorted(order), "somebody lost their place"
+
+    def check_events(self) -> None:
+        """I4: one end each and nothing after it. I5: the tokens of a run alone. I7: no others."""
+        for event in self.sink.events[self.num_events :]:
+            fate = self.fates[event.request_id]
+            assert not fate.ends, "an event after the end"
+            if event.token is not None:
+                assert event.token.token_id == fate.tokens[fate.seen]
+                fate.seen += 1
+            if event.finish is not None:
+                fate.ends.append(event.finish)
+                check_end(fate, event.finish)
+        self.num_events = len(self.sink.events)
+
+    def check_snapshot(self, running: list[str], waiting: list[str]) -> None:
+        """I2: the snapshot says what is; with nobody live that is zero."""
+        load, requests = self.scheduler.load, self.harness.requests
+        assert (load.num_running, load.num_waiting) == (len(running), len(waiting))
+        held = {block for name in running for block in requests[name].blocks}
+        assert load.kv_used_blocks == len(held)
+        assert not any(self.fates[name].ends for name in running + waiting), "it has ended"
+
+    def check_sharing(self, running: list[str]) -> None:
+        """I3: a block in two tables is full, forwarded, and holds the same prefix in both."""
+        size = self.executor.block_size
+        seen: dict[int, tuple[str, list[int]]] = {}
+        for name in running:
+            request = self.harness.requests[name]
+            for index, block in enumerate(request.blocks):
+                end = (index + 1) * size
+                content = (request.cache_salt, request.token_ids[:end])
+                if block in seen:
+                    assert end <= request.num_computed, "a shared block is written to"
+                assert seen.setdefault(block, content) == content, "two owners"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "harness"):
+            return
+        for _ in range(600):
+            self.iterate()
+            if self.scheduler.load.idle and not self.cancel_in_step:
+                break
+            self.cancel_in_step.clear()
+        self.iterate()
+        self.harness.check()
+        load = self.scheduler.load
+        assert (load.num_running, load.num_waiting, load.kv_used_blocks) == (0, 0, 0)
+        assert all(len(fate.ends) == 1 for fate in self.fates.values()), "no end, or two"
+        admitted = [name for name, request in self.harness.requests.items() if request.admitted]
+        assert Counter(self.executor.dropped) == Counter(admitted)
+
+
+def check_end(fate: Fate, end: Finish) -> None:
+    """The reason fits what happened to the request."""
+    assert end.completion_tokens == fate.seen
+    match end.reason:
+        case "abort":
+            assert fate.cancelled
+        case "error" if not fate.fits:
+            assert isinstance(end.error, ContextLengthExceeded)
+        case "error":
+            assert fate.failed, f"failed by itself: {end.error}"
+            assert "njected" in str(end.error)
+        case _:
+            assert fate.fits
+            assert fate.seen == len(fate.tokens), "ended early"
+            assert end.reason == ("stop" if fate.tokens[-1] == EOS else "length")
+
+
+def random_life(seed: int) -> None:
+    """One life drawn without Hypothesis: the same for the same seed, and fast."""
+    random = Random(seed)
+    machine = SchedulerMachine()
+    machine.start(number=random.getrandbits(NUMBER_BITS))
+    rules = [machine.submit, machine.submit, machine.cancel, machine.cancel, machine.trouble]
+    for _ in range(30):
+        random.choice(rules)(number=random.getrandbits(NUMBER_BITS))
+        machine.step(times=1 + random.getrandbits(1))
+    machine.teardown()
