@@ -24,8 +24,9 @@ class EngineConfig:
 
     `device` is `"auto"` (CUDA when there is one, else CPU), `"cpu"` or `"cuda[:n]"`.
     `num_kv_blocks=None` sizes the KV pool from the memory that is free. `max_context_tokens=None`
-    takes the model's own limit; it is capped by what the KV pool can hold. `num_threads=None`
-    leaves torch's thread count alone. `generation_config="auto"` takes sampling defaults from the
+    takes the model's own limit; it is capped by what the KV pool can hold. `num_threads=None` runs
+    small models on a CPU with one thread, whose steps are too short to share, and leaves torch's
+    thread count alone otherwise. `generation_config="auto"` takes sampling defaults from the
     checkpoint's `generation_config.json`, `"openai"` uses temperature 1 and no truncation.
     """
 

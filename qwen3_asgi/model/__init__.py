@@ -1,0 +1,1 @@
+"""Runs Qwen3: a `StepPlan` in, tokens out. torch lives in this package and nowhere else."""

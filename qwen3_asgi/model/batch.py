@@ -1,0 +1,107 @@
+"""The rows of a plan in, one flattened batch of tensors out, checked against the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from qwen3_asgi.model.kv import Stretch, stretches
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from qwen3_asgi.scheduler.plan import Row
+
+
+class Segment(NamedTuple):
+    """Rows `first … first+length-1` of the batch are one sequence's.
+
+    `held` has the positions before them; for a segment of one row, that row's position too.
+    """
+
+    first: int
+    length: int
+    held: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens of all rows, one after another. Index tensors are int64 `[T]`."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    segments: tuple[Segment, ...]
+    last_position: int
+    last_rows: tuple[int, ...]
+
+
+def build_batch(
+    rows: Sequence[Row],
+    *,
+    vocab_size: int,
+    block_size: int,
+    num_blocks: int,
+    max_tokens: int,
+    device: torch.device,
+) -> Batch:
+    """Flatten rows. `last_rows` has the index of each row's last token.
+
+    Raises:
+        ValueError: a row without tokens, a token id outside the vocabulary, a block id outside the
+            pool, a table too short, or a sequence longer than `max_tokens`.
+    """
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    segments: list[Segment] = []
+    last_rows: list[int] = []
+    for row in rows:
+        length, start = len(row.token_ids), row.start
+        end = start + length
+        table = row.block_table[: -(-end // block_size)]
+        _check_row(row, end, len(table) * block_size, max_tokens)
+        _check_ids(row, "token", row.token_ids, vocab_size)
+        _check_ids(row, "block", table, num_blocks)
+        held = stretches(table, end if length == 1 else start, block_size, device)
+        segments.append(Segment(len(token_ids), length, held))
+        token_ids.extend(row.token_ids)
+        positions.extend(range(start, end))
+        slots.extend(
+            table[position // block_size] * block_size + position % block_size
+            for position in range(start, end)
+        )
+        last_rows.append(len(token_ids) - 1)
+    return Batch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        segments=tuple(segments),
+        last_position=max(positions),
+        last_rows=tuple(last_rows),
+    )
+
+
+def _check_row(row: Row, end: int, covered: int, max_tokens: int) -> None:
+    if end == row.start or row.start < 0:
+        raise ValueError(f"row {row.request_id} has no tokens or a negative start")
+    if end > max_tokens:
+        raise ValueError(
+            f"row {row.request_id} ends at token {end}, the model holds at most {max_tokens}"
+        )
+    if covered < end:
+        raise ValueError(
+            f"row {row.request_id} ends at token {end}, its block table covers {covered}"
+        )
+
+
+def _check_ids(row: Row, what: str, ids: Sequence[int], limit: int) -> None:
+    # Unchecked, an id out of range would read or overwrite another sequence's memory.
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= limit:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"row {row.request_id}: {what} id {wrong} is out of range, valid are 0 to {limit - 1}"
+        )
