@@ -6,7 +6,6 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import anyio.to_thread
 from starlette.responses import Response
 
 import qwen3_asgi
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class StatusRoutes:
-    """Endpoints that only read: none of them starts the engine."""
+    """Endpoints that only read; `ready` alone also starts an engine that was left to first use."""
 
     def __init__(self, engine: ServingEngine, registry: CollectorRegistry) -> None:
         self._engine = engine
@@ -52,8 +51,13 @@ class StatusRoutes:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Whether a generation sent now would be taken at once."""
+        """Whether a generation sent now would be taken at once.
+
+        Traffic often waits for this probe, so a lazy engine would never get its first request.
+        """
         state = self._engine.state
+        if state == "new":
+            self._engine.start_soon()
         if state == "dead":
             return _refusal(EngineDead("the engine is dead"))
         if state != "ready":
@@ -65,8 +69,9 @@ class StatusRoutes:
         return _json({**asdict(load), "kv_usage": load.kv_usage})
 
     async def metrics(self, request: Request) -> Response:
-        # Collectors may read files (multiprocess mode) or take their time: off the loop.
-        body, content_type = await anyio.to_thread.run_sync(
+        # Collectors may read files (multiprocess mode) or take their time: off the loop. Not in the
+        # default threads: the host's blocking endpoints may hold them all, just when it matters.
+        body, content_type = await self._engine.offload(
             render, self._registry, request.headers.get("accept")
         )
         return Response(body, headers={"content-type": content_type})

@@ -70,6 +70,7 @@ class _Watch:
         self._binding = RequestBinding(self._start_from_anywhere)
         self._portal = LoopPortal.current()
         self._group: TaskGroup | None = None
+        self._started = False
         self._watcher: anyio.CancelScope | None = None
         self._app_scopes: list[anyio.CancelScope] = []
         self._response_started = False
@@ -176,18 +177,19 @@ class _Watch:
             self._start()
             return
         try:
-            self._portal.call_soon(self._start)
+            self._portal.call_soon_in_task(self._start)
         except LoopClosed:
             return  # the request is over with its loop
 
     def _start(self) -> None:
-        if self._watcher is None and self._group is not None and not self._complete:
-            self._watcher = anyio.CancelScope()
-            self._group.start_soon(self._watch, self._watcher)
+        if not self._started and self._group is not None and not self._complete:
+            self._started = True
+            self._group.start_soon(self._watch)
 
-    async def _watch(self, watcher: anyio.CancelScope) -> None:
-        with watcher:
-            await self._inflow.read_ahead()
+    async def _watch(self) -> None:
+        if not self._complete:
+            with anyio.CancelScope() as self._watcher:
+                await self._inflow.read_ahead()
 
     def _stop(self) -> None:
         self._complete = True

@@ -61,7 +61,8 @@ class RequestBinding:
         if self._released or self.disconnected:
             return 0
         self.disconnected = True
-        live = list(self._live.values())
+        # `copy` is one step: a finalizer may unbind in the middle of a plain iteration.
+        live = list(self._live.copy().values())
         for mailbox in live:
             mailbox.fail(ClientDisconnected("the client has gone"))
         for notify in {mailbox.on_disconnect: None for mailbox in live}:
@@ -73,6 +74,7 @@ class RequestBinding:
     def release(self) -> None:
         """The response is complete: what runs on (a background task) is nobody's request now."""
         self._released = True
+        self._on_first = None
         self._live.clear()
 
 

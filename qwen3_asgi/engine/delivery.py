@@ -6,11 +6,12 @@ them cancelled, and disturbs nobody.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from qwen3_asgi.engine.outbox import LoopOutbox
 from qwen3_asgi.engine.portal import LoopClosed, LoopPortal
@@ -35,7 +36,8 @@ class Delivery:
         self._mailboxes: dict[RequestId, Mailbox] = {}
         # Taken by submitters only, never by the scheduler thread.
         self._lock = threading.Lock()
-        self._outboxes: WeakKeyDictionary[object, LoopOutbox] = WeakKeyDictionary()
+        # An outbox refers to its loop; held weakly here, so that no loop outlives its requests.
+        self._outboxes: WeakValueDictionary[object, LoopOutbox] = WeakValueDictionary()
         self._idle: Future[None] | None = None
 
     def __len__(self) -> int:
@@ -60,14 +62,11 @@ class Delivery:
         self._mailboxes.pop(mailbox.request_id, None)
         self._answer_idle()
 
-    def cancel_all(self) -> None:
-        for mailbox in list(self._mailboxes.values()):
-            mailbox.cancel()
-
     def when_idle(self) -> Future[None]:
         """Completes once no request is live."""
-        future: Future[None] = Future()
-        self._idle = future
+        future = self._idle
+        if future is None or future.done():
+            future = self._idle = Future()
         self._answer_idle()
         return future
 
@@ -93,7 +92,8 @@ class Delivery:
         self._answer_idle()
 
     def _abandon(self, outbox: Outbox) -> None:
-        orphans = [m for m in list(self._mailboxes.values()) if m.outbox is outbox]
+        # `copy` is one step: other threads register meanwhile.
+        orphans = [m for m in self._mailboxes.copy().values() if m.outbox is outbox]
         if orphans:
             logger.warning("an event loop closed with %d live requests", len(orphans))
         for mailbox in orphans:
@@ -102,4 +102,5 @@ class Delivery:
     def _answer_idle(self) -> None:
         idle = self._idle
         if idle is not None and not self._mailboxes and not idle.done():
-            idle.set_result(None)
+            with contextlib.suppress(InvalidStateError):  # another thread was faster
+                idle.set_result(None)

@@ -30,7 +30,6 @@ from qwen3_asgi.scheduler.request import check_fits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-    from types import TracebackType
 
     from prometheus_client import CollectorRegistry
 
@@ -97,31 +96,39 @@ class Engine:
         """`start` for threads."""
         self._lifecycle.launch(lazily=False).result()
 
+    def start_soon(self) -> None:
+        """Begin the start on first use without waiting for it; from any thread or loop.
+
+        Raises:
+            EngineNotReady, EngineDead: the engine is stopping, stopped or dead.
+        """
+        self._lifecycle.launch(lazily=True)
+
     async def stop(self, *, drain: float = DRAIN_SECONDS) -> None:
         """Refuse new requests, give the live ones `drain` seconds, then end them and the thread."""
         stopping = self._lifecycle.begin_stop()
         if stopping is None:
             return
-        runtime, ended = stopping
         try:
-            with anyio.move_on_after(drain):
-                await wait_future(runtime.delivery.when_idle())
+            if stopping.idle is not None:
+                with anyio.move_on_after(drain):
+                    await wait_future(stopping.idle)
         finally:
-            runtime.scheduler.stop()
-        await wait_future(ended)
+            stopping.end()
+        await wait_future(stopping.ended)
 
     def stop_sync(self, *, drain: float = DRAIN_SECONDS) -> None:
         """`stop` for threads."""
         stopping = self._lifecycle.begin_stop()
         if stopping is None:
             return
-        runtime, ended = stopping
         try:
-            with contextlib.suppress(TimeoutError):
-                runtime.delivery.when_idle().result(timeout=drain)
+            if stopping.idle is not None:
+                with contextlib.suppress(TimeoutError):
+                    stopping.idle.result(timeout=drain)
         finally:
-            runtime.scheduler.stop()
-        ended.result()
+            stopping.end()
+        stopping.ended.result()
 
     @asynccontextmanager
     async def lifespan(self, app: object = None) -> AsyncIterator[None]:
@@ -134,12 +141,7 @@ class Engine:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         with anyio.CancelScope(shield=True):
             await self.stop()
 
@@ -147,12 +149,7 @@ class Engine:
         self.start_sync()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.stop_sync()
 
     # ---- generation ----
@@ -337,10 +334,14 @@ class Engine:
     def _running(self) -> Runtime:
         runtime = self._lifecycle.runtime
         if runtime is None:
-            if self.state == "dead":
-                raise EngineDead("the engine's scheduler thread has failed")
-            raise EngineNotReady("the engine is not started")
+            raise self._refusal()
         return runtime
+
+    def _refusal(self) -> EngineDead | EngineNotReady:
+        state = self.state
+        if state == "dead":
+            return EngineDead("the engine's scheduler thread has failed")
+        return EngineNotReady(f"the engine is not ready: {state}")
 
     def _enqueue(
         self,
@@ -353,8 +354,8 @@ class Engine:
         outbox: Outbox,
     ) -> RequestHandle:
         """From here to the handle nothing awaits, so a request can't be left without an owner."""
-        if self.state != "ready":
-            raise EngineNotReady("the engine is shutting down")
+        if self.state != "ready" or self._lifecycle.runtime is not runtime:
+            raise self._refusal()
         params = params or SamplingParams()
         check_fits(len(token_ids), params.max_tokens, runtime.scheduler.limits, param=asked.param)
         binding = current_binding.get()
@@ -379,8 +380,10 @@ class Engine:
         delivery.register(mailbox)
         try:
             runtime.scheduler.submit(request)
-        except BaseException:
+        except BaseException as error:
             delivery.forget(mailbox)
+            if isinstance(error, EngineDead) and self.state in ("draining", "stopped"):
+                raise self._refusal() from None
             raise
         handle = RequestHandle(mailbox, token_ids, binding)
         if binding is not None:

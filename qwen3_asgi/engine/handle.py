@@ -98,7 +98,9 @@ class RequestHandle:
         if finish is not None:
             self._unbind()
             if finish.reason == "error" or finish.reason == "abort":
-                raise finish.error or GenerationCancelled("the request was cancelled")
+                # Kept, so that whoever reads again gets it again and does not wait forever.
+                mailbox.failure = finish.error or GenerationCancelled("the request was cancelled")
+                raise mailbox.failure
             self.finish = finish
         return TokenBatch(tuple(tokens), finish)
 

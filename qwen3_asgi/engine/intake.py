@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qwen3_asgi.errors import InvalidRequest
@@ -56,15 +57,22 @@ class Prompt:
 def check_token_ids(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     """
     Raises:
-        InvalidRequest: an id that no token owns; its embedding row was never trained.
+        InvalidRequest: not an integer, or an id that no token owns; its embedding row was never
+            trained.
     """
     owned = tokenizer.owned_token_ids
+    checked: list[int] = []
     for token_id in token_ids:
-        if token_id not in owned:
+        try:
+            plain = int(index(token_id))  # also of numpy; 1.0 would fail in the middle of a step
+        except TypeError:
+            raise InvalidRequest(f"{token_id!r} is not a token id", param="prompt") from None
+        if plain not in owned:
             raise InvalidRequest(
-                f"prompt has a token id {token_id} that is no token's", param="prompt"
+                f"prompt has a token id {plain} that is no token's", param="prompt"
             )
-    return list(token_ids)
+        checked.append(plain)
+    return checked
 
 
 def make_request(

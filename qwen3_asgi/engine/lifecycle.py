@@ -39,6 +39,20 @@ class Runtime:
     delivery: Delivery
 
 
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """An engine that refuses new requests: wait for `idle` (if it is given), `end` it, wait for
+    `ended`."""
+
+    started: Future[Runtime]
+    idle: Future[None] | None
+    ended: Future[None]
+
+    def end(self) -> None:
+        """End the scheduler, or let it end as soon as the model is loaded."""
+        self.started.add_done_callback(_end_scheduler)
+
+
 class Lifecycle:
     """One engine's scheduler thread. `launch` and `begin_stop` may be called from any thread.
 
@@ -80,34 +94,38 @@ class Lifecycle:
                 raise EngineNotReady("the engine was stopped")
             if lazily and self.state == "dead":
                 raise EngineDead("the engine's scheduler thread has failed")
-            self.state = "starting"
             started: Future[Runtime] = Future()
             ended: Future[None] = Future()
-            self._started, self._ended = started, ended
             thread = threading.Thread(
                 target=self._main,
                 args=(started, ended),
                 name=f"qwen3-asgi {self._name}",
                 daemon=True,  # a host that forgets to stop must still be able to exit
             )
-            thread.start()
+            thread.start()  # may fail; the thread itself changes nothing before we let go the lock
+            self.state = "starting"
+            self._started, self._ended = started, ended
             return started
 
-    def begin_stop(self) -> tuple[Runtime, Future[None]] | None:
-        """Refuse new requests from now on; returns what to wait for, None if nothing runs."""
+    def begin_stop(self) -> Stopping | None:
+        """Refuse new requests from now on; returns how to go on, None if nothing runs."""
         with self._lock:
-            runtime, ended = self.runtime, self._ended
-            if runtime is None or ended is None:
+            started, ended = self._started, self._ended
+            if started is None or ended is None:
                 return None
-            if self.state == "ready":
-                self.state = "draining"
-            return runtime, ended
+            self.state = "draining"
+            idle = None if self.runtime is None else self.runtime.delivery.when_idle()
+            return Stopping(started, idle, ended)
 
     def _main(self, started: Future[Runtime], ended: Future[None]) -> None:
         try:
             runtime = self._build()
         except BaseException as error:
-            self.state = "new"
+            # Whoever waits gets the error as well; but a start by a probe has nobody waiting.
+            logger.error("engine %s could not be loaded: %s", self._name, error)
+            with self._lock:
+                self.state = "stopped" if self.state == "draining" else "new"
+                self._started = self._ended = None
             started.set_exception(error)
             ended.set_result(None)
             return
@@ -115,7 +133,8 @@ class Lifecycle:
         atexit.register(at_exit)
         with self._lock:
             self.runtime = runtime
-            self.state = "ready"
+            if self.state == "starting":  # else it was stopped while it was loading
+                self.state = "ready"
         started.set_result(runtime)
         final: EngineState = "dead"
         try:
@@ -124,15 +143,17 @@ class Lifecycle:
         except BaseException:
             logger.error("engine %s is dead; its requests have ended with an error", self._name)
         finally:
-            with self._lock:
-                self.runtime = None
-                self.state = final
             try:
                 runtime.model.executor.close()
             except Exception:
                 logger.exception("closing the executor of engine %s failed", self._name)
             atexit.unregister(at_exit)
             self._metrics.close()
+            # Last: a restart must find the device memory free, and set the gauges after us.
+            with self._lock:
+                self.runtime = None
+                self.state = final
+                self._started = self._ended = None
             ended.set_result(None)
 
     def _build(self) -> Runtime:
@@ -147,6 +168,11 @@ class Lifecycle:
             observer=self._metrics,
         )
         return Runtime(model, scheduler, delivery)
+
+
+def _end_scheduler(started: Future[Runtime]) -> None:
+    if started.exception() is None:
+        started.result().scheduler.stop()
 
 
 def _stop_at_exit(reference: weakref.ref[Scheduler], ended: Future[None]) -> Callable[[], None]:

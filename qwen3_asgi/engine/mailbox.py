@@ -50,8 +50,8 @@ class Mailbox:
         self.bell = LoopBell()
         self.events: deque[Event] = deque()
         self.on_disconnect = on_disconnect
-        # Set by any thread: `failure` is what the reader gets instead of events; `done` says that
-        # the terminal event was appended.
+        # Set by any thread: `failure` is what the reader gets instead of events, now and on every
+        # later read; `done` says that the terminal event was appended.
         self.failure: Exception | None = None
         self.done = False
         self._cancel = cancel
@@ -68,9 +68,10 @@ class Mailbox:
 
     def fail(self, error: Exception) -> None:
         """Cancel, and make the reader raise `error` at once instead of waiting for the sweep."""
-        self.cancel()
+        # Before the cancel: the abort that answers it must not reach the reader first.
         if self.failure is None:
             self.failure = error
+        self.cancel()
         self.outbox.ring(self)
         try:
             self.outbox.flush()

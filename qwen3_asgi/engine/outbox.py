@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
+from qwen3_asgi.engine.portal import LoopClosed
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -43,17 +45,29 @@ class LoopOutbox:
         self._rung.append(mailbox)
 
     def flush(self) -> bool:
-        if self._scheduled or not self._rung:
+        if self._scheduled:
+            # A loop that closes with a wake-up pending never runs it.
+            if self.portal.is_closed:
+                raise LoopClosed("the event loop is closed")
+            return False
+        if not self._rung:
             return False
         self._scheduled = True
-        self.portal.call_soon(self._wake_readers)
+        try:
+            self.portal.call_soon(self._wake_readers)
+        except LoopClosed:
+            self._scheduled = False  # the next flush must find out, too
+            raise
         return True
 
     def _wake_readers(self) -> None:
         # First the flag, then the queue: what is rung from here on schedules the next wake-up.
         self._scheduled = False
-        while self._rung:
-            self._rung.popleft().wake()
+        try:
+            while True:
+                self._rung.popleft().wake()
+        except IndexError:
+            return
 
 
 class LoopBell:
@@ -69,13 +83,21 @@ class LoopBell:
             self._event.set()
 
     async def wait(self, is_ready: Callable[[], bool]) -> None:
-        """Return once `is_ready()`; it is called again after each ring."""
-        while True:
+        """Return once `is_ready()`; it is called again after each ring.
+
+        Raises:
+            RuntimeError: another task is waiting; it would never be woken.
+        """
+        if self._event is not None:
+            raise RuntimeError("another task is reading this handle")
+        # What makes it ready comes before the ring, and the ring comes in this thread: neither can
+        # be missed between the look and the wait.
+        while not is_ready():
             self._event = anyio.Event()
-            if is_ready():
-                break
-            await self._event.wait()
-        self._event = None
+            try:
+                await self._event.wait()
+            finally:
+                self._event = None
 
 
 class ThreadOutbox:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -21,7 +22,7 @@ class LoopClosed(RuntimeError):
 class LoopPortal:
     """One running event loop (asyncio or trio), as seen from other threads."""
 
-    __slots__ = ("_call_soon", "native")
+    __slots__ = ("_call_soon", "_is_closed", "native")
 
     def __init__(self, native: Any) -> None:
         self.native = native
@@ -31,6 +32,7 @@ class LoopPortal:
             if hasattr(native, "call_soon_threadsafe")
             else native.run_sync_soon
         )
+        self._is_closed: Callable[[], bool] = getattr(native, "is_closed", bool)
 
     @classmethod
     def current(cls) -> LoopPortal:
@@ -44,7 +46,15 @@ class LoopPortal:
     @property
     def is_here(self) -> bool:
         """Whether the calling code runs in this loop."""
-        return in_event_loop() and current_token().native_token is self.native
+        try:
+            return current_token().native_token is self.native
+        except RuntimeError:
+            return False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether pending calls are lost. Trio runs those it has accepted, so there it is false."""
+        return bool(self._is_closed())
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Run `function` in the loop, soon. Returns at once.
@@ -56,6 +66,22 @@ class LoopPortal:
             self._call_soon(function)
         except RuntimeError as error:  # asyncio: loop closed; trio: RunFinishedError
             raise LoopClosed(str(error)) from error
+
+    def call_soon_in_task(self, function: Callable[[], object]) -> None:
+        """As `call_soon`, for what makes scopes or tasks: anyio cannot in a bare asyncio callback.
+
+        Raises:
+            LoopClosed: it will never run.
+        """
+        create_task = getattr(self.native, "create_task", None)
+        if create_task is None:  # trio
+            self.call_soon(function)
+        else:
+            self.call_soon(lambda: create_task(_call(function)))
+
+
+async def _call(function: Callable[[], object]) -> None:
+    function()
 
 
 def in_event_loop() -> bool:
@@ -70,15 +96,18 @@ def in_event_loop() -> bool:
 async def wait_future(future: Future[T]) -> T:
     """Await a future that another thread completes, without a thread that waits for it."""
     if not future.done():
-        portal = LoopPortal.current()
         done = anyio.Event()
+        waiter: tuple[LoopPortal, anyio.Event] | None = (LoopPortal.current(), done)
 
         def wake(_: Future[T]) -> None:
-            try:
-                portal.call_soon(done.set)
-            except LoopClosed:
-                return  # nobody is left to wake
+            if waiter is not None:
+                portal, event = waiter
+                with contextlib.suppress(LoopClosed):  # nobody is left to wake
+                    portal.call_soon(event.set)
 
         future.add_done_callback(wake)
-        await done.wait()
+        try:
+            await done.wait()
+        finally:
+            waiter = None  # a future keeps its callbacks, and this one would keep the loop
     return future.result()

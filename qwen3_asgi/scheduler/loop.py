@@ -80,10 +80,11 @@ class Scheduler:
         self._observer = GuardedObserver(observer)
         self._trace = trace
         # Shared with other threads: the inbox (lock-free), `_load` (one reference, replaced whole),
-        # `_closed` (a bool that only ever becomes true).
+        # `_closed` (a bool that only ever becomes true; `_ended_by` is set before it).
         self._inbox = Inbox()
         self._load = LoadSnapshot(kv_total_blocks=executor.num_kv_blocks)
         self._closed = False
+        self._ended_by: EngineDead | GenerationCancelled | None = None
         # Owned by the scheduler thread.
         self._queues = QueueTable()
         self._pool = BlockPool(
@@ -356,20 +357,21 @@ class Scheduler:
             logger.exception("delivering %d events failed", len(events))
 
     def _close(self, error: EngineDead | GenerationCancelled) -> None:
+        self._ended_by = error
         self._closed = True
         reason: FinishReason = "error" if isinstance(error, EngineDead) else "abort"
         for request in list(self._queues):
             self._end(request, finish(request, reason, error=error))
-        self._refuse(self._arrived)
-        self._refuse(self._inbox.take_commands())
+        self._refuse([*self._arrived, *self._inbox.take_commands()])
         self._publish()
         self._deliver()
 
     def _refuse(self, commands: Iterable[Command]) -> None:
+        """End requests that nobody will run. After the end, on the thread of a late submitter."""
         for command in commands:
             if isinstance(command, Submit):
                 request = command.request
-                end = finish(request, "abort", error=EngineDead("the scheduler has ended"))
+                end = finish(request, "abort", error=self._ended_by)
                 self._observer.on_finish(request, end)
                 self._send([Event(request.id, None, end)])
 

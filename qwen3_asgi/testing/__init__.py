@@ -1,6 +1,6 @@
 """For tests of apps that mount the engine: a fake model that needs no torch, and a real transport.
 
-    from qwen3_asgi.testing import DisconnectingASGITransport, FakeExecutor, fake_engine
+from qwen3_asgi.testing import DisconnectingASGITransport, FakeExecutor, fake_engine
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ class ScriptedEngine:
     handles: list[ScriptedHandle] = field(default_factory=list)
     registries: list[CollectorRegistry | None] = field(default_factory=list)
     offloaded: list[str] = field(default_factory=list)
+    starts_asked: int = 0
 
     async def offload(self, fn: Callable[..., T], /, *args: Any) -> T:
         self.offloaded.append(fn.__name__)
@@ -91,6 +92,9 @@ class ScriptedEngine:
         handle = ScriptedHandle(ids, script)
         self.handles.append(handle)
         return handle
+
+    def start_soon(self) -> None:
+        self.starts_asked += 1
 
     def load(self) -> LoadSnapshot:
         return LoadSnapshot(num_running=2, kv_used_blocks=1, kv_total_blocks=4)

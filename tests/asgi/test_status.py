@@ -55,6 +55,7 @@ async def test_health_and_readiness(state: str, health: int, ready: int) -> None
             assert response.status_code == status
             assert ("retry-after" in response.headers) == (status == 503)
     assert engine.submitted == []
+    assert engine.starts_asked == (1 if state == "new" else 0)  # by /ready, never by /health
 
 
 async def test_load_and_version() -> None:

@@ -49,10 +49,19 @@ async def engine() -> AsyncIterator[Engine]:
         await engine.stop(drain=5)
 
 
+async def test_a_readiness_probe_starts_an_engine_left_to_first_use(engine: Engine) -> None:
+    transport = httpx.ASGITransport(create_app(engine, metrics=False))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        assert (await http.get("/health")).status_code == 200
+        assert engine.state == "new"
+        assert (await http.get("/ready")).status_code == 503
+        await engine.start()  # waits for the start that the probe began
+        assert (await http.get("/ready")).status_code == 200
+
+
 async def test_the_first_request_starts_the_engine(engine: Engine) -> None:
     transport = httpx.ASGITransport(create_app(engine, metrics=False))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        assert (await http.get("/ready")).status_code == 503
         assert (await http.post(CHAT, json=chat(temperature="hot"))).status_code == 400
         assert engine.state == "new"
         reply = (await http.post(CHAT, json=chat())).json()

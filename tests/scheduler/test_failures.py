@@ -272,7 +272,7 @@ def test_submit_between_the_last_look_and_the_end_gets_its_answer() -> None:
 
     harness.scheduler._inbox.put = put_late  # type: ignore[method-assign]
     harness.submit("late", 3)
-    assert isinstance(harness.end("late").error, EngineDead)
+    assert isinstance(harness.end("late").error, GenerationCancelled)
 
 
 def test_stopped_loop_aborts_what_is_live_and_returns() -> None:
