@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from qwen3_asgi.engine.engine import Engine
     from qwen3_asgi.engine.handle import RequestHandle, TokenBatch
     from qwen3_asgi.engine.output import Delta, GenerationOutput
+    from qwen3_asgi.engine.stream import DeltaStream
     from qwen3_asgi.errors import (
         ClientDisconnected,
         ContextLengthExceeded,
@@ -36,6 +37,7 @@ _HOME = {
     "ClientDisconnected": "errors",
     "ContextLengthExceeded": "errors",
     "Delta": "engine.output",
+    "DeltaStream": "engine.stream",
     "DisconnectMiddleware": "middleware",
     "Engine": "engine.engine",
     "EngineConfig": "config",
@@ -59,6 +61,7 @@ __all__ = [
     "ClientDisconnected",
     "ContextLengthExceeded",
     "Delta",
+    "DeltaStream",
     "DisconnectMiddleware",
     "Engine",
     "EngineConfig",

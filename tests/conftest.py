@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.serving import serve
+from tests.hosts.server import serve_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.serving import Served
+    from tests.hosts.server import Server
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -21,7 +21,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny_server() -> Iterator[Served]:
+def tiny_server() -> Iterator[Server]:
     """`qwen3-asgi serve tiny`, shared by the tests that leave it idle."""
-    with serve("tiny", "--log-level", "warning") as served:
-        yield served
+    with serve_model("tiny") as server:
+        yield server

@@ -20,16 +20,17 @@ from qwen3_asgi.engine.lifecycle import EngineState, Lifecycle, Runtime
 from qwen3_asgi.engine.loading import Loader, load_model, served_name
 from qwen3_asgi.engine.mailbox import Mailbox
 from qwen3_asgi.engine.outbox import Outbox, ThreadOutbox
-from qwen3_asgi.engine.output import Collector, Delta, GenerationOutput
+from qwen3_asgi.engine.output import Collector, GenerationOutput
 from qwen3_asgi.engine.portal import in_event_loop, wait_future
 from qwen3_asgi.engine.process import next_label, shared_engine
+from qwen3_asgi.engine.stream import DeltaStream
 from qwen3_asgi.errors import EngineDead, EngineNotReady, EngineOverloaded
 from qwen3_asgi.metrics.recorder import EngineMetrics
 from qwen3_asgi.scheduler.load import LoadSnapshot
 from qwen3_asgi.scheduler.request import check_fits
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from prometheus_client import CollectorRegistry
 
@@ -207,7 +208,7 @@ class Engine:
         token_ids = asked.encode(runtime.model.tokenizer)
         return self._enqueue(runtime, asked, token_ids, params, cache_salt, arrival, ThreadOutbox())
 
-    async def stream(
+    def stream(
         self,
         *,
         prompt: str | None = None,
@@ -217,27 +218,24 @@ class Engine:
         tools: Sequence[Any] | None = None,
         enable_thinking: bool = True,
         cache_salt: str = "",
-    ) -> AsyncGenerator[Delta, None]:
-        """Yield deltas as tokens come. Leaving it in any way cancels the request.
+    ) -> DeltaStream:
+        """Deltas as tokens come: `async for delta in engine.stream(...)`.
 
-        Raises: as `submit`, and as reading a `RequestHandle`.
+        Leaving it in any way cancels the request. Raises: as `submit`, and as reading a handle.
         """
-        params = params or SamplingParams()
-        handle = await self.submit(
-            prompt=prompt,
-            messages=messages,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            tools=tools,
-            enable_thinking=enable_thinking,
-            cache_salt=cache_salt,
+        settings = params or SamplingParams()
+        return DeltaStream(
+            lambda: self.submit(
+                prompt=prompt,
+                messages=messages,
+                prompt_token_ids=prompt_token_ids,
+                params=settings,
+                tools=tools,
+                enable_thinking=enable_thinking,
+                cache_salt=cache_salt,
+            ),
+            lambda: Collector(self.tokenizer, settings),
         )
-        try:
-            collector = Collector(self.tokenizer, params)
-            async for batch in handle:
-                yield collector.add(batch)
-        finally:
-            handle.cancel()
 
     async def generate(
         self,

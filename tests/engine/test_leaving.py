@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 from typing import TYPE_CHECKING
 
 import anyio
@@ -91,10 +89,12 @@ async def test_a_stream_left_by_return_is_dropped(engine: Engine, fake: FakeExec
 
 
 async def test_a_stream_left_by_an_exception_is_dropped(engine: Engine, fake: FakeExecutor) -> None:
-    stream = engine.stream(prompt="hello", params=LONG)
-    await anext(stream)
+    async def lose_it() -> None:
+        async for _ in engine.stream(prompt="hello", params=LONG):
+            raise Lost
+
     with pytest.raises(Lost):
-        await stream.athrow(Lost())
+        await lose_it()
     await settle(engine)
     assert_cancelled(fake)
 
@@ -111,12 +111,24 @@ async def test_a_cancelled_stream_is_dropped(engine: Engine, fake: FakeExecutor)
 async def test_a_stream_that_is_garbage_is_dropped(engine: Engine, fake: FakeExecutor) -> None:
     stream = engine.stream(prompt="hello", params=LONG)
     await anext(stream)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # trio's word on abandoned generators
-        del stream
-        gc.collect()
-        await settle(engine)
+    del stream
+    await settle(engine)
     assert_cancelled(fake)
+
+
+async def test_breaking_out_of_a_stream_drops_it_at_once(
+    engine: Engine, fake: FakeExecutor
+) -> None:
+    async for _ in engine.stream(prompt="hello", params=LONG):
+        break
+    await settle(engine)
+    assert_cancelled(fake)
+
+
+async def test_a_stream_that_ended_stays_ended(engine: Engine) -> None:
+    stream = engine.stream(prompt="hello", params=tokens(3))
+    assert [delta async for delta in stream][-1].finish_reason == "length"
+    assert [delta async for delta in stream] == []
 
 
 async def test_a_stream_that_was_never_read_submits_nothing(engine: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qwen3_asgi.config import EngineConfig
+from tests.hosts.server import wait_until
 
 MODEL = "tiny"
 
@@ -27,13 +28,16 @@ def test_a_storm_ends_in_zero_zero(tiny_server, clients, stream):
     wasted = tiny_server.metric("qwen3_asgi_wasted_tokens_total")
     cancelled = tiny_server.metric("qwen3_asgi_requests_cancelled_total")
     sockets = [
-        tiny_server.send("/v1/completions", completion(client, 250, stream=stream))
+        tiny_server.send("POST", "/v1/completions", completion(client, 250, stream=stream))
         for client in range(clients)
     ]
-    busy = tiny_server.wait_for(
-        lambda load: load["num_running"] + load["num_waiting"] == clients and load["num_running"],
-        "busy with all clients",
-    )
+    busy = {}
+
+    def all_are_in():
+        busy.update(tiny_server.load())
+        return busy["num_running"] and busy["num_running"] + busy["num_waiting"] == clients
+
+    wait_until(all_are_in, "every client's request is live")
     for connection in sockets:
         connection.close()
     idle = tiny_server.wait_idle()
@@ -51,5 +55,5 @@ def test_a_storm_ends_in_zero_zero(tiny_server, clients, stream):
     assert tiny_server.metric("qwen3_asgi_wasted_tokens_total") - wasted <= one_step * max(1, steps)
     answer = tiny_server.post(
         "/v1/completions", {"model": MODEL, "prompt": "1, 2, 3,", "max_tokens": 4}
-    )
+    ).json()
     assert answer["usage"]["completion_tokens"] >= 1
