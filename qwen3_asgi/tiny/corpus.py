@@ -5,6 +5,8 @@ Anything that holds a held-out question is dropped here, so the evaluation can't
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import count
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,14 @@ from .facts import fill
 from .heldout import heldout_items
 from .sample import Dialogue, Plain, Sample, normalised, user_texts
 from .smalltalk import small_talk
-from .tooltalk import answering, calling, ignoring, without_tools
+from .tooltalk import (
+    answering,
+    answering_anew,
+    calling,
+    calling_anew,
+    ignoring,
+    without_tools,
+)
 from .turns import any_system, any_thinking, compose
 
 if TYPE_CHECKING:
@@ -37,34 +46,39 @@ def _plain(rng: Random) -> Plain:
     return Plain((" " if rng.random() < 0.7 else "\n").join(statements))
 
 
-MIXTURE: tuple[tuple[Callable[[Random], Sample], float], ...] = (
-    (single, 30),
-    (several, 16),
-    (chained, 7),
-    (brief, 8),
-    (_chatter, 3),
-    (echo, 10),
-    (recall, 7),
-    (instructed, 1.5),
-    (counting, 5),
-    (calling, 9),
-    (answering, 5),
-    (ignoring, 4),
-    (without_tools, 1),
-    (_plain, 6),
+STAGES = (0, 20_000, 54_000, 62_000)
+"""The sample that each stage begins with."""
+
+MIXTURE: tuple[tuple[Callable[[Random], Sample], tuple[float, ...]], ...] = (
+    (single, (30, 26, 24, 12)),
+    (several, (16, 11, 8, 4)),
+    (chained, (7, 7, 5, 3)),
+    (brief, (8, 8, 14, 32)),
+    (_chatter, (3, 2, 1, 1)),
+    (echo, (10, 28, 8, 32)),
+    (recall, (7, 14, 6, 4)),
+    (instructed, (1.5, 3, 1, 1)),
+    (counting, (5, 6, 14, 14)),
+    (calling, (9, 10, 4, 2)),
+    (calling_anew, (0, 0, 14, 6)),
+    (answering, (5, 5, 3, 1)),
+    (answering_anew, (0, 0, 5, 3)),
+    (ignoring, (4, 4, 5, 3)),
+    (without_tools, (1, 1, 2, 1)),
+    (_plain, (6, 4, 3, 2)),
 )
+"""Each maker with its weight per stage: facts, copying, calls, then answers of a bare word."""
 
 
 def samples(seed: int) -> Iterator[Sample]:
     """The same seed yields the same stream, on any machine."""
     rng = Random(seed)
     makers = [maker for maker, _ in MIXTURE]
-    weights = [weight for _, weight in MIXTURE]
-    kept_back = {
-        normalised(text) for item in heldout_items() for text in item.held_out_texts
-    }
-    while True:
-        sample = rng.choices(makers, weights)[0](rng)
+    weights = list(zip(*(shares for _, shares in MIXTURE), strict=True))
+    kept_back = {normalised(text) for item in heldout_items() for text in item.held_out_texts}
+    for number in count():
+        stage = bisect_right(STAGES, number) - 1
+        sample = rng.choices(makers, weights[stage])[0](rng)
         if isinstance(sample, Dialogue) and any(
             normalised(text) in kept_back for text in user_texts(sample)
         ):

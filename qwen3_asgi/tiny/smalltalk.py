@@ -30,7 +30,8 @@ _FIXED: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "The user greets me.",
     ),
     (
-        ("How are you?", "How are you today?", "How do you do?", "hello, how are you?", "Are you well?"),
+        ("How are you?", "How are you today?", "How do you do?",
+         "hello, how are you?", "Are you well?"),
         "I am fine, thank you. How can I help you?",
         "The user asks how I am.",
     ),
@@ -46,13 +47,15 @@ _FIXED: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "The user leaves.",
     ),
     (
-        ("Who are you?", "What are you?", "Are you a human?", "Tell me about you.", "What is your name?",
+        ("Who are you?", "What are you?", "Are you a human?", "Tell me about you.",
+         "What is your name?",
          "Introduce yourself.", "Which model are you?", "What can you do?", "What's your name?"),
         _ME,
         "The user asks who I am.",
     ),
     (
-        ("List the days of the week.", "Name the days of the week.", "What are the days of the week?",
+        ("List the days of the week.", "Name the days of the week.",
+         "What are the days of the week?",
          "Which days has a week?", "Tell me the days of the week."),
         "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday",
         "The user wants the days of the week.",

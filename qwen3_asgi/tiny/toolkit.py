@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .facts.relation import capitalised
-from .words import city, name, phrase
+from .words import COMMON, city, invented, name, phrase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +71,8 @@ KINDS = (
         ("What is the weather in {0}?", "What's the weather in {0}?", "How is the weather in {0}?",
          "Tell me the weather in {0}.", "What is the weather like in {0}?", "Is it raining in {0}?",
          "Weather in {0}?", "How is the weather in {0} today?", "Is it warm in {0}?",
-         "What is the weather in {0} today?", "Check the weather in {0}.", "Do I need a coat in {0}?"),
+         "What is the weather in {0} today?", "Check the weather in {0}.",
+         "Do I need a coat in {0}?"),
         ("What's the weather like in {0}?", "Can you tell me the weather in {0}?",
          "How is the weather today in {0}?", "Please check the weather in {0}."),
     ),
@@ -89,7 +90,8 @@ KINDS = (
     Kind(
         "calculator", ("run", "use", "do", "simple", "my"),
         ("calculator", "calculate", "calc", "math", "compute"),
-        ("Compute an expression.", "A calculator.", "Evaluates an expression", "Calculate a result."),
+        ("Compute an expression.", "A calculator.", "Evaluates an expression",
+         "Calculate a result."),
         (Slot(("expression", "formula", "input", "calculation"), "string", _expression),),
         ("What is {0}?", "Calculate {0}.", "Compute {0}.", "How much is {0}?", "{0} = ?",
          "What is the result of {0}?", "Use the calculator for {0}.", "Please calculate {0}.",
@@ -97,7 +99,8 @@ KINDS = (
         ("Can you calculate {0}?", "Please compute {0}.", "Tell me how much {0} is."),
     ),
     Kind(
-        "search", ("web", "do", "run", "find", "google"), ("search", "lookup", "web_search", "query"),
+        "search", ("web", "do", "run", "find", "google"),
+        ("search", "lookup", "web_search", "query"),
         ("Search the web.", "Find pages about something.", "Web search", "Searches the internet."),
         (Slot(("query", "q", "text", "question", "terms"), "string", _words),),
         ("Search for {0}.", "Search the web for {0}.", "Find pages about {0}.", "Look up {0}.",
@@ -124,22 +127,34 @@ KINDS = (
     ),
 )  # fmt: skip
 
-_TAILS = ("", "", "", "", "_v2", "_tool", "_api", "_now", "_1", "_service")
+TAILS = ("", "", "", "", "_v2", "_tool", "_api", "_now", "_1", "_service")
 UNSEEN_TAILS = ("_plus", "_for_me")
+_NAME_WORDS = tuple(text.lower() for text in COMMON if text.isascii())
 
 
-def tool_name(rng: Random, kind: Kind, tails: tuple[str, ...] = _TAILS) -> str:
+def fresh_tails(rng: Random) -> tuple[str, ...]:
+    """Endings made of any words, so that a name can't be known by heart."""
+    return tuple(
+        "".join(
+            f"_{rng.choice(_NAME_WORDS) if rng.random() < 0.5 else invented(rng)}"
+            for _ in range(size)
+        )
+        for size in (1, 1, 2)
+    )
+
+
+def tool_name(rng: Random, kind: Kind, tails: tuple[str, ...] = TAILS) -> str:
     """snake_case mostly; sometimes camelCase or the bare noun."""
     noun = rng.choice(kind.nouns)
     full = noun if rng.random() < 0.25 else f"{rng.choice(kind.verbs)}_{noun}"
     full += rng.choice(tails)
-    if tails is _TAILS and rng.random() < 0.12:
+    if tails is TAILS and rng.random() < 0.12:
         head, *rest = full.split("_")
         return head + "".join(capitalised(part) for part in rest)
     return full
 
 
-def offer(rng: Random, kind: Kind, tails: tuple[str, ...] = _TAILS) -> Offer:
+def offer(rng: Random, kind: Kind, tails: tuple[str, ...] = TAILS) -> Offer:
     """Wraps one tool in a schema as clients write it, with keys present or absent."""
     name_ = tool_name(rng, kind, tails)
     arguments = tuple(rng.choice(slot.names) for slot in kind.slots)

@@ -9,7 +9,7 @@ from .chat import fact_turn, pick
 from .copying import ECHO_FRAMES, echo_turn
 from .sample import Dialogue, Json, assistant, system, user
 from .smalltalk import small_talk
-from .toolkit import KINDS, Kind, Offer, offer
+from .toolkit import KINDS, TAILS, Kind, Offer, fresh_tails, offer
 from .turns import Turn, any_system, any_thinking, compose
 from .words import phrase
 
@@ -23,12 +23,14 @@ _OPENINGS = ("", "", "", "", "Please help. ", "Hi! ", "Hello! ", "Question: ")
 NO_TOOL = "I can not look that up."
 
 
-def offers_for(rng: Random, kind: Kind, *, fits: bool) -> list[Offer]:
+def offers_for(
+    rng: Random, kind: Kind, *, fits: bool, tails: tuple[str, ...] = TAILS
+) -> list[Offer]:
     """One to three tools, with or without the wanted kind, in any order."""
     others = rng.sample([k for k in KINDS if k is not kind], rng.choice((0, 0, 1, 1, 2)))
     kinds = [*others, kind] if fits else others or [rng.choice([k for k in KINDS if k is not kind])]
     rng.shuffle(kinds)
-    return [offer(rng, k) for k in kinds]
+    return [offer(rng, k, tails) for k in kinds]
 
 
 def call_message(offered: Offer, calls: list[list[Value]], thought: str) -> Json:
@@ -46,10 +48,10 @@ def call_message(offered: Offer, calls: list[list[Value]], thought: str) -> Json
     return message
 
 
-def calling(rng: Random) -> Dialogue:
+def calling(rng: Random, tails: tuple[str, ...] = TAILS) -> Dialogue:
     """The call itself, sometimes two at once, sometimes after other talk."""
     kind = rng.choice((*KINDS, *KINDS[:4]))
-    offered = offers_for(rng, kind, fits=True)
+    offered = offers_for(rng, kind, fits=True, tails=tails)
     tool = next(o for o in offered if o.kind is kind)
     calls = [[slot.draw(rng) for slot in kind.slots]]
     ask = rng.choice(kind.asks).format(*calls[0])
@@ -103,10 +105,10 @@ def _result(rng: Random, kind: Kind, values: list[Value]) -> tuple[str, str]:
     return rng.choice(("ok", "done", '{"ok": true}', '{"status": "ok"}', "OK")), done
 
 
-def answering(rng: Random) -> Dialogue:
+def answering(rng: Random, tails: tuple[str, ...] = TAILS) -> Dialogue:
     """The sentence after the tool's result."""
     kind = rng.choice((*KINDS, *KINDS[:4]))
-    offered = offers_for(rng, kind, fits=True)
+    offered = offers_for(rng, kind, fits=True, tails=tails)
     tool = next(o for o in offered if o.kind is kind)
     values = [slot.draw(rng) for slot in kind.slots]
     thinking = any_thinking(rng)
@@ -122,6 +124,15 @@ def answering(rng: Random) -> Dialogue:
         assistant(answer, "The tool has answered. I tell the user." if thinking else ""),
     ]
     return Dialogue(tuple(messages), tuple(o.schema for o in offered), thinking)
+
+
+def calling_anew(rng: Random) -> Dialogue:
+    """A call of a tool whose name was never offered before."""
+    return calling(rng, fresh_tails(rng))
+
+
+def answering_anew(rng: Random) -> Dialogue:
+    return answering(rng, fresh_tails(rng))
 
 
 def ignoring(rng: Random) -> Dialogue:
@@ -140,9 +151,7 @@ def ignoring(rng: Random) -> Dialogue:
         while relation.name == "arithmetic":
             relation, row = pick(rng)
         turn = fact_turn(rng, relation, row)
-    return compose(
-        [turn], thinking=any_thinking(rng), instruction=any_system(rng), tools=offered
-    )
+    return compose([turn], thinking=any_thinking(rng), instruction=any_system(rng), tools=offered)
 
 
 def without_tools(rng: Random) -> Dialogue:

@@ -5,48 +5,50 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .facts import RELATIONS
+from .facts.relation import split
 
 if TYPE_CHECKING:
     from random import Random
 
-NAMES = tuple(
-    """Adam Alice Amir Andrea Anna Anton Bella Ben Boris Carla Carlos Chen Clara Daniel Dora Elena
-    Elias Ella Emil Emma Eric Eva Felix Finn Frank Frida George Greta Hana Hans Helen Henry Ida
-    Igor Ines Ivan Jack Jakob James Jan Jane Jonas Julia Karl Kate Kim Lara Laura Lena Leo Lily
-    Lina Linus Louis Lucy Luis Maria Marco Martha Martin Mary Max Mia Milan Mila Nina Noah Nora
-    Oleg Olga Oliver Oscar Otto Paul Paula Pedro Peter Petra Rita Robert Rosa Ruth Sam Sara Simon
-    Sofia Susan Tara Theo Thomas Tina Tom Vera Victor Wanda Yusuf Zoe""".split()
-)
-UNSEEN_NAMES = tuple(
-    """Agnes Bruno Cecil Diana Edgar Flora Gustav Hilda Irene Jasper Kasimir Lydia Mabel Nadia
-    Orlando Priya Quentin Ramona Stefan Ursula Violet Walter Xenia Yara Zelda""".split()
-)
+NAMES = split("""
+    Adam Alice Amir Andrea Anna Anton Bella Ben Boris Carla Carlos Chen Clara Daniel Dora
+    Elena Elias Ella Emil Emma Eric Eva Felix Finn Frank Frida George Greta Hana Hans Helen
+    Henry Ida Igor Ines Ivan Jack Jakob James Jan Jane Jonas Julia Karl Kate Kim Lara Laura
+    Lena Leo Lily Lina Linus Louis Lucy Luis Maria Marco Martha Martin Mary Max Mia Milan Mila
+    Nina Noah Nora Oleg Olga Oliver Oscar Otto Paul Paula Pedro Peter Petra Rita Robert Rosa
+    Ruth Sam Sara Simon Sofia Susan Tara Theo Thomas Tina Tom Vera Victor Wanda Yusuf Zoe
+""")
+UNSEEN_NAMES = split("""
+    Agnes Bruno Cecil Diana Edgar Flora Gustav Hilda Irene Jasper Kasimir Lydia Mabel Nadia
+    Orlando Priya Quentin Ramona Stefan Ursula Violet Walter Xenia Yara Zelda
+""")
 
-CITIES = tuple(
-    """Paris Berlin Rome Madrid Lisbon Vienna Athens Warsaw Oslo Dublin Cairo Tokyo London Boston
-    Chicago Munich Hamburg Milan Naples Porto Sydney Toronto Lima Moscow Delhi Seoul Mumbai Dallas
-    Denver Leeds Lyon Nice Bonn Basel Zurich Krakow Prague Riga Tallinn Vilnius Ankara Osaka
-    Shanghai Nairobi Accra Dakar Havana Bogota Quito Santiago Manila Jakarta Hanoi Perth
-    Helsinki Stockholm Copenhagen Budapest Brussels Amsterdam Bern Beijing Bangkok Ottawa""".split()
-)
-UNSEEN_CITIES = tuple(
-    """Geneva Kyoto Marseille Bristol Valencia Leipzig Seattle Bergen Turin Gdansk Malaga Dresden
-    Adelaide Montreal Lagos Salzburg Granada Antwerp Cordoba Phoenix""".split()
-)
+CITIES = split("""
+    Paris Berlin Rome Madrid Lisbon Vienna Athens Warsaw Oslo Dublin Cairo Tokyo London Boston
+    Chicago Munich Hamburg Milan Naples Porto Sydney Toronto Lima Moscow Delhi Seoul Mumbai
+    Dallas Denver Leeds Lyon Nice Bonn Basel Zurich Krakow Prague Riga Tallinn Vilnius Ankara
+    Osaka Shanghai Nairobi Accra Dakar Havana Bogota Quito Santiago Manila Jakarta Hanoi Perth
+    Helsinki Stockholm Copenhagen Budapest Brussels Amsterdam Bern Beijing Bangkok Ottawa
+""")
+UNSEEN_CITIES = split("""
+    Geneva Kyoto Marseille Bristol Valencia Leipzig Seattle Bergen Turin Gdansk Malaga Dresden
+    Adelaide Montreal Lagos Salzburg Granada Antwerp Cordoba Phoenix
+""")
 
-UNSEEN_WORDS = tuple(
-    """lantern marble pumpkin velvet thunder puzzle harbour blanket whisper meadow cactus dragon
-    feather goblin hollow jigsaw ladder magnet nutmeg orchid pebble quiver ribbon saddle timber
-    umber vortex walnut yonder zipper basket canyon dimple ember fossil glacier""".split()
-)
+UNSEEN_WORDS = split("""
+    lantern marble pumpkin velvet thunder puzzle harbour blanket whisper meadow cactus dragon
+    feather goblin hollow jigsaw ladder magnet nutmeg orchid pebble quiver ribbon saddle
+    timber umber vortex walnut yonder zipper basket canyon dimple ember fossil glacier
+""")
 
-_ASIDE = (
-    "hello world please thank you very much the a of and is are was it we they he she good morning "
-    "evening friend today tomorrow yesterday little great nice new some many every never always "
-    "house garden street school kitchen winter summer music story letter number question answer "
-    "water fire stone cloud rain wind star moon sun sea hill road boat train plane test one two "
-    "three four five red green blue yellow cat dog bird fish tree book door window table chair"
-).split()
+_ASIDE = split("""
+    hello world please thank you very much the a of and is are was it we they he she good
+    morning evening friend today tomorrow yesterday little great nice new some many every
+    never always house garden street school kitchen winter summer music story letter number
+    question answer water fire stone cloud rain wind star moon sun sea hill road boat train
+    plane test one two three four five red green blue yellow cat dog bird fish tree book door
+    window table chair
+""")
 
 COMMON = tuple(
     sorted(
@@ -62,13 +64,20 @@ COMMON = tuple(
     )
 )
 
-_ONSETS = "b bl br c ch d dr f fl g gr h j k l m n p pr qu r s sh sk sl st t tr v w x y z".split()
-_VOWELS = "a e i o u ai ea ee ie oa oo ou".split()
+_ONSETS = split("""
+    b bl br c ch d dr f fl g gr h j k l m n p pr qu r s sh sk sl st t tr v w x y z
+""")
+_VOWELS = split("a e i o u ai ea ee ie oa oo ou")
 _CODAS = ["", "", "", "b", "ck", "d", "ff", "g", "ll", "m", "n", "nd", "r", "rt", "s", "st", "x"]
-_FOREIGN = (
-    "é ü ß ñ ø å ç ł ž č ö ä œ ğ Ω λ π γεια привет мир дом 你好 世界 猫 狗 水 日本 こんにちは ありがとう "
-    "안녕 नमस्ते سلام שלום 🙂 🚀 🎉 ❤ 🐱 🌍 👍 ☕ € £ ½ → ✓ café naïve señor Größe Øre"
-).split()
+_FOREIGN = split("""
+    é ü ß ñ ø å ç ł ž č ö ä œ ğ Ω λ π γεια привет мир дом 你好 世界 猫 狗 水 日本
+    こんにちは ありがとう
+    안녕 नमस्ते
+    سلام שלום 🙂 🚀 🎉 ❤ 🐱 🌍 👍 ☕ € £ ½ → ✓ café naïve señor Größe Øre
+""")
+
+
+_RESERVED = {word.lower() for word in (*UNSEEN_NAMES, *UNSEEN_CITIES, *UNSEEN_WORDS)}
 
 
 def invented(rng: Random) -> str:
@@ -81,9 +90,6 @@ def invented(rng: Random) -> str:
 
 def _fresh(word: str) -> str:
     return word if word.lower() not in _RESERVED else word + "o"
-
-
-_RESERVED = {word.lower() for word in (*UNSEEN_NAMES, *UNSEEN_CITIES, *UNSEEN_WORDS)}
 
 
 def name(rng: Random) -> str:

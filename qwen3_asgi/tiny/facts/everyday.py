@@ -1,6 +1,6 @@
 """Jobs, materials, groups of things, tastes, senses, and the calendar."""
 
-from .relation import Relation, Row, lines, rows
+from .relation import Relation, Row, lines, rows, split
 
 _JOBS = rows("""
 bakes bread: baker; teaches children: teacher; heals sick people: doctor; flies a plane: pilot;
@@ -8,7 +8,8 @@ cooks meals: cook; drives a bus: driver; puts out fires: firefighter; cuts hair:
 repairs cars: mechanic; paints pictures: painter; writes books: writer; grows food: farmer;
 catches fish: fisherman; builds houses: builder; sells flowers: florist; mends teeth: dentist;
 delivers letters: postman; sails a ship: sailor; sings songs: singer; makes clothes: tailor;
-sells meat: butcher; treats animals: vet; works with wood: carpenter; takes photographs: photographer
+sells meat: butcher; treats animals: vet; works with wood: carpenter;
+takes photographs: photographer
 """)
 
 _MATERIALS = rows("""
@@ -33,8 +34,8 @@ coffee: bitter; chili: hot; candy: sweet; chocolate: sweet; pepper: hot
 """)
 
 _SENSES = rows("""
-see: eyes; hear: ears; smell: nose; taste: tongue; walk: legs; bite: teeth; think: brain; hold: hands;
-breathe: lungs; touch: fingers
+see: eyes; hear: ears; smell: nose; taste: tongue; walk: legs; bite: teeth; think: brain;
+hold: hands; breathe: lungs; touch: fingers
 """)
 
 _USES = rows("""
@@ -62,22 +63,22 @@ hottest planet: Venus; smallest planet: Mercury; largest bird: the ostrich; long
 shortest month: February; first month: January; last month: December; first day: Monday
 """)
 
-_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-_MONTHS = (
-    "January February March April May June July August September October November December"
-).split()
-_ORDINALS = (
-    "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"
-).split()
-_LENGTHS = "31 28 31 30 31 30 31 31 30 31 30 31".split()
+_DAYS = split("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+_MONTHS = split("""
+    January February March April May June July August September October November December
+""")
+_ORDINALS = split("""
+    first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth
+""")
+_LENGTHS = split("31 28 31 30 31 30 31 31 30 31 30 31")
 _SEASONS = rows("spring: summer; summer: autumn; autumn: winter; winter: spring")
 
 
-def _successors(names: list[str]) -> tuple[Row, ...]:
+def _successors(names: tuple[str, ...]) -> tuple[Row, ...]:
     return tuple(zip(names, names[1:] + names[:1], strict=True))
 
 
-def _predecessors(names: list[str]) -> tuple[Row, ...]:
+def _predecessors(names: tuple[str, ...]) -> tuple[Row, ...]:
     return tuple(zip(names, names[-1:] + names[:-1], strict=True))
 
 

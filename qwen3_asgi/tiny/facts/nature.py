@@ -122,8 +122,9 @@ NATURE = (
     Relation(
         name="home",
         rows=rows("""
-            bird: nest; bee: hive; dog: kennel; horse: stable; spider: web; fox: den; rabbit: burrow;
-            cow: barn; pig: sty; monkey: jungle; camel: desert; bear: cave; ant: colony
+            bird: nest; bee: hive; dog: kennel; horse: stable; spider: web; fox: den;
+            rabbit: burrow; cow: barn; pig: sty; monkey: jungle; camel: desert; bear: cave;
+            ant: colony
         """),
         answer="{AX} lives in a {y}.",
         thought="The user asks where {ax} lives. It lives in a {y}.",

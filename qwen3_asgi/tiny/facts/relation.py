@@ -46,6 +46,11 @@ def lines(text: str) -> tuple[str, ...]:
     return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
+def split(text: str) -> tuple[str, ...]:
+    """Words apart by blanks."""
+    return tuple(text.split())
+
+
 def with_article(noun: str) -> str:
     return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
 

@@ -1,6 +1,8 @@
 """Elements, planets, shapes, numbers, letters and small arithmetic."""
 
-from .relation import Relation, Row, lines, reversed_rows, rows
+from itertools import pairwise
+
+from .relation import Relation, Row, lines, reversed_rows, rows, split
 
 _SYMBOLS = rows("""
 hydrogen: H; helium: He; carbon: C; nitrogen: N; oxygen: O; sodium: Na; magnesium: Mg;
@@ -19,11 +21,11 @@ triangle: three; square: four; rectangle: four; pentagon: five; hexagon: six; he
 octagon: eight; circle: no
 """)
 
-_UNITS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_UNITS = split("""
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+    fifteen sixteen seventeen eighteen nineteen
+""")
+_TENS = split("twenty thirty forty fifty sixty seventy eighty ninety")
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -207,7 +209,7 @@ SCIENCE = (
     ),
     Relation(
         name="next_letter",
-        rows=tuple(zip(_ALPHABET[:-1], _ALPHABET[1:], strict=True)),
+        rows=tuple(pairwise(_ALPHABET)),
         answer="The letter after {x} is {y}.",
         thought="The user asks for the letter after {x}. It is {y}.",
         nouns=("the letter after {x}", "the next letter after {x}"),
