@@ -50,16 +50,16 @@ STAGES = (0, 20_000, 54_000, 62_000)
 """The sample that each stage begins with."""
 
 MIXTURE: tuple[tuple[Callable[[Random], Sample], tuple[float, ...]], ...] = (
-    (single, (30, 26, 24, 12)),
+    (single, (32, 28, 26, 16)),
     (several, (16, 11, 8, 4)),
-    (chained, (7, 7, 5, 3)),
-    (brief, (8, 8, 14, 32)),
-    (_chatter, (3, 2, 1, 1)),
+    (chained, (7, 7, 6, 5)),
+    (brief, (9, 9, 16, 32)),
+    (_chatter, (5, 4, 4, 5)),
     (echo, (10, 28, 8, 32)),
     (recall, (7, 14, 6, 4)),
     (instructed, (1.5, 3, 1, 1)),
     (counting, (5, 6, 14, 14)),
-    (calling, (9, 10, 4, 2)),
+    (calling, (9, 10, 5, 4)),
     (calling_anew, (0, 0, 14, 6)),
     (answering, (5, 5, 3, 1)),
     (answering_anew, (0, 0, 5, 3)),
@@ -74,7 +74,7 @@ def samples(seed: int) -> Iterator[Sample]:
     """The same seed yields the same stream, on any machine."""
     rng = Random(seed)
     makers = [maker for maker, _ in MIXTURE]
-    weights = list(zip(*(shares for _, shares in MIXTURE), strict=True))
+    weights: list[tuple[float, ...]] = list(zip(*(shares for _, shares in MIXTURE), strict=True))
     kept_back = {normalised(text) for item in heldout_items() for text in item.held_out_texts}
     for number in count():
         stage = bisect_right(STAGES, number) - 1

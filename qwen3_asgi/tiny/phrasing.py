@@ -112,7 +112,7 @@ def _spoken_row(rng: Random, relation: Relation, row: Row) -> Row:
 
 def _sloppy(rng: Random, text: str) -> str:
     """As people type: no capitals, no final mark."""
-    if rng.random() < 0.12:
+    if rng.random() < 0.2:
         text = text.lower()
     if rng.random() < 0.12:
         text = text.rstrip("?.")

@@ -124,7 +124,10 @@ def _story(rng: Random) -> Turn:
 def small_talk(rng: Random) -> Turn:
     kind = rng.random()
     if kind < 0.7:
-        asks, answer, thought = rng.choice(_FIXED)
+        # The first thing that people ask a model is who it is.
+        asks, answer, thought = rng.choices(_FIXED, [4.0 if f[1] == _ME else 1.0 for f in _FIXED])[
+            0
+        ]
         return Turn(rng.choice(asks), answer, thought)
     if kind < 0.85:
         ask = rng.choice(_UNKNOWABLE).format(w=rng.choice(COMMON), n=name(rng))
