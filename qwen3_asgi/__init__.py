@@ -6,6 +6,7 @@ transformers and has no side effect.
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from qwen3_asgi.scheduler.load import LoadSnapshot
 
 __version__ = "0.1.0"
+
+# What is logged goes where the host sends it, and nowhere if it sends it nowhere.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME = {
     "ClientDisconnected": "errors",

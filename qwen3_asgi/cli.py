@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     # Loaded before the port is bound: a checkpoint that can't be used is one clear line, and
     # whoever can connect gets an answer.
     engine.start_sync()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s:     %(message)s")
     drain = arguments.drain
 
     class Server(uvicorn.Server):

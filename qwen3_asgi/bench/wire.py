@@ -29,9 +29,16 @@ class Target:
         return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/"))
 
     def send(self, method: str, path: str, body: dict[str, Any] | None = None) -> socket.socket:
-        """Open a connection and send one request; the caller reads the answer or closes."""
+        """Open a connection and send one request; the caller reads the answer or closes.
+
+        Raises:
+            ValueError: nobody listens there.
+        """
         payload = b"" if body is None else json.dumps(body).encode()
-        connection = socket.create_connection((self.host, self.port), timeout=120)
+        try:
+            connection = socket.create_connection((self.host, self.port), timeout=120)
+        except OSError as error:
+            raise ValueError(f"cannot connect to {self.host}:{self.port}: {error}") from error
         connection.sendall(
             f"{method} {self.path}{path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
             f"Content-Type: application/json\r\nConnection: close\r\n"

@@ -45,11 +45,13 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         ModelLoadError: the checkpoint cannot be used; the message says why.
     """
     from qwen3_asgi.model.checkpoint import find_folder
+    from qwen3_asgi.model.config import load_model_config
     from qwen3_asgi.model.executor import load_executor
     from qwen3_asgi.text.tokenizer import Tokenizer
     from qwen3_asgi.tiny import tiny_path
 
     folder = Path(tiny_path()) if name == "tiny" else find_folder(name)
+    load_model_config(folder)  # first: a wrong architecture explains whatever else is missing
     tokenizer = Tokenizer.from_folder(folder)
     executor = load_executor(folder, config, owned_token_ids=tokenizer.owned_token_ids)
     generation = executor.generation_defaults

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from qwen3_asgi.scheduler.plan import RequestId, Row, StepPlan
 
 logger = logging.getLogger(__name__)
-logger.addHandler(logging.NullHandler())
 
 
 class TorchExecutor:
