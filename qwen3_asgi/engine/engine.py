@@ -6,7 +6,7 @@ import contextlib
 import time
 import uuid
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import anyio
 import anyio.to_thread
@@ -15,7 +15,7 @@ from anyio.lowlevel import RunVar
 from qwen3_asgi.config import EngineConfig, SamplingParams
 from qwen3_asgi.engine.binding import current_binding
 from qwen3_asgi.engine.handle import RequestHandle
-from qwen3_asgi.engine.intake import Messages, Prompt, make_request
+from qwen3_asgi.engine.intake import Ask, Asked, Messages, make_request
 from qwen3_asgi.engine.lifecycle import EngineState, Lifecycle, Runtime
 from qwen3_asgi.engine.loading import Loader, load_model, served_name
 from qwen3_asgi.engine.mailbox import Mailbox
@@ -168,8 +168,15 @@ class Engine:
     ) -> RequestHandle:
         """Queue one generation and return its handle; read it on this event loop.
 
-        Give exactly one of `prompt`, `messages` and `prompt_token_ids`. Starts the engine if it is
-        new.
+        Starts the engine if it is new.
+
+        Args:
+            prompt, messages, prompt_token_ids: what to continue; exactly one of them. `messages`
+                are OpenAI's, rendered by the model's chat template.
+            params: how to sample; the model's defaults when None.
+            tools: OpenAI's tool definitions, for the chat template.
+            enable_thinking: whether the chat template lets the model think first.
+            cache_salt: prefix-cache blocks are shared only between requests with the same salt.
 
         Raises:
             InvalidRequest: wrong arguments; ContextLengthExceeded if it can never fit.
@@ -177,24 +184,21 @@ class Engine:
             EngineNotReady, EngineDead: the engine is stopping, stopped or dead.
             ClientDisconnected: the client of the bound HTTP request has gone already.
         """
-        asked = Prompt(prompt, messages, prompt_token_ids, tools, enable_thinking)
+        ask = Ask(
+            prompt=prompt,
+            messages=messages,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            tools=tools,
+            enable_thinking=enable_thinking,
+            cache_salt=cache_salt,
+        )
         arrival = time.monotonic()
         runtime = await wait_future(self._lifecycle.launch(lazily=True))
-        token_ids = await self.offload(asked.encode, runtime.model.tokenizer)
-        outbox = runtime.delivery.outbox_here()
-        return self._enqueue(runtime, asked, token_ids, params, cache_salt, arrival, outbox)
+        token_ids = await self.offload(ask.encode, runtime.model.tokenizer)
+        return self._enqueue(runtime, ask, token_ids, arrival, runtime.delivery.outbox_here())
 
-    def submit_sync(
-        self,
-        *,
-        prompt: str | None = None,
-        messages: Messages | None = None,
-        prompt_token_ids: Sequence[int] | None = None,
-        params: SamplingParams | None = None,
-        tools: Sequence[Any] | None = None,
-        enable_thinking: bool = True,
-        cache_salt: str = "",
-    ) -> RequestHandle:
+    def submit_sync(self, **asked: Unpack[Asked]) -> RequestHandle:
         """`submit` for threads; read the handle with `read_sync`.
 
         Raises:
@@ -202,101 +206,41 @@ class Engine:
         """
         if in_event_loop():
             raise RuntimeError("this would block the event loop; await the async method instead")
-        asked = Prompt(prompt, messages, prompt_token_ids, tools, enable_thinking)
+        ask = Ask(**asked)
         arrival = time.monotonic()
         runtime = self._lifecycle.launch(lazily=True).result()
-        token_ids = asked.encode(runtime.model.tokenizer)
-        return self._enqueue(runtime, asked, token_ids, params, cache_salt, arrival, ThreadOutbox())
+        token_ids = ask.encode(runtime.model.tokenizer)
+        return self._enqueue(runtime, ask, token_ids, arrival, ThreadOutbox())
 
-    def stream(
-        self,
-        *,
-        prompt: str | None = None,
-        messages: Messages | None = None,
-        prompt_token_ids: Sequence[int] | None = None,
-        params: SamplingParams | None = None,
-        tools: Sequence[Any] | None = None,
-        enable_thinking: bool = True,
-        cache_salt: str = "",
-    ) -> DeltaStream:
+    def stream(self, **asked: Unpack[Asked]) -> DeltaStream:
         """Deltas as tokens come: `async for delta in engine.stream(...)`.
 
         Leaving it in any way cancels the request. Raises: as `submit`, and as reading a handle.
         """
-        settings = params or SamplingParams()
-        return DeltaStream(
-            lambda: self.submit(
-                prompt=prompt,
-                messages=messages,
-                prompt_token_ids=prompt_token_ids,
-                params=settings,
-                tools=tools,
-                enable_thinking=enable_thinking,
-                cache_salt=cache_salt,
-            ),
-            lambda: Collector(self.tokenizer, settings),
-        )
+        return DeltaStream(lambda: self.submit(**asked), lambda: self._collector(asked))
 
-    async def generate(
-        self,
-        *,
-        prompt: str | None = None,
-        messages: Messages | None = None,
-        prompt_token_ids: Sequence[int] | None = None,
-        params: SamplingParams | None = None,
-        tools: Sequence[Any] | None = None,
-        enable_thinking: bool = True,
-        cache_salt: str = "",
-    ) -> GenerationOutput:
+    async def generate(self, **asked: Unpack[Asked]) -> GenerationOutput:
         """Generate to the end. Cancelling the caller cancels the request.
 
         Raises: as `submit`, and as reading a `RequestHandle`.
         """
-        params = params or SamplingParams()
-        handle = await self.submit(
-            prompt=prompt,
-            messages=messages,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            tools=tools,
-            enable_thinking=enable_thinking,
-            cache_salt=cache_salt,
-        )
+        handle = await self.submit(**asked)
         try:
-            collector = Collector(self.tokenizer, params)
+            collector = self._collector(asked)
             async for batch in handle:
                 collector.add(batch)
             return _whole(collector, handle)
         finally:
             handle.cancel()
 
-    def generate_sync(
-        self,
-        *,
-        prompt: str | None = None,
-        messages: Messages | None = None,
-        prompt_token_ids: Sequence[int] | None = None,
-        params: SamplingParams | None = None,
-        tools: Sequence[Any] | None = None,
-        enable_thinking: bool = True,
-        cache_salt: str = "",
-    ) -> GenerationOutput:
+    def generate_sync(self, **asked: Unpack[Asked]) -> GenerationOutput:
         """`generate` for threads: FastAPI `def` endpoints, Django sync views.
 
         Raises: as `submit_sync`, and as reading a `RequestHandle`.
         """
-        params = params or SamplingParams()
-        handle = self.submit_sync(
-            prompt=prompt,
-            messages=messages,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            tools=tools,
-            enable_thinking=enable_thinking,
-            cache_salt=cache_salt,
-        )
+        handle = self.submit_sync(**asked)
         try:
-            collector = Collector(self.tokenizer, params)
+            collector = self._collector(asked)
             for batch in handle.read_sync():
                 collector.add(batch)
             return _whole(collector, handle)
@@ -335,6 +279,9 @@ class Engine:
             raise self._refusal()
         return runtime
 
+    def _collector(self, asked: Asked) -> Collector:
+        return Collector(self.tokenizer, asked.get("params") or SamplingParams())
+
     def _refusal(self) -> EngineDead | EngineNotReady:
         state = self.state
         if state == "dead":
@@ -344,18 +291,16 @@ class Engine:
     def _enqueue(
         self,
         runtime: Runtime,
-        asked: Prompt,
+        ask: Ask,
         token_ids: list[int],
-        params: SamplingParams | None,
-        cache_salt: str,
         arrival: float,
         outbox: Outbox,
     ) -> RequestHandle:
         """From here to the handle nothing awaits, so a request can't be left without an owner."""
         if self.state != "ready" or self._lifecycle.runtime is not runtime:
             raise self._refusal()
-        params = params or SamplingParams()
-        check_fits(len(token_ids), params.max_tokens, runtime.scheduler.limits, param=asked.param)
+        params = ask.sampling_params
+        check_fits(len(token_ids), params.max_tokens, runtime.scheduler.limits, param=ask.param)
         binding = current_binding.get()
         if binding is not None:
             binding.check()
@@ -369,7 +314,7 @@ class Engine:
             token_ids,
             params,
             runtime.model,
-            cache_salt=cache_salt,
+            cache_salt=ask.cache_salt,
             arrival=arrival,
         )
         mailbox = Mailbox(

@@ -6,15 +6,15 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
+from qwen3_asgi.config import SamplingParams
 from qwen3_asgi.errors import InvalidRequest
 from qwen3_asgi.scheduler.plan import Sampling
 from qwen3_asgi.scheduler.request import Request
 from qwen3_asgi.text.stop import StopStringCheck
 
 if TYPE_CHECKING:
-    from qwen3_asgi.config import SamplingParams
     from qwen3_asgi.engine.loading import LoadedModel, SamplingDefaults
     from qwen3_asgi.text.tokenizer import Tokenizer
 
@@ -22,22 +22,44 @@ Messages = Sequence[Any]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One of three ways to say what to continue; `kind` is the argument that was given."""
+class Asked(TypedDict, total=False):
+    """The keyword arguments of `Engine.submit`, which its docstring explains."""
 
-    text: str | None = None
+    prompt: str | None
+    messages: Messages | None
+    prompt_token_ids: Sequence[int] | None
+    params: SamplingParams | None
+    tools: Sequence[Any] | None
+    enable_thinking: bool
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One checked call of `Engine.submit`; fields as its arguments.
+
+    Raises:
+        InvalidRequest: not exactly one of the three ways to say what to continue.
+    """
+
+    prompt: str | None = None
     messages: Messages | None = None
-    token_ids: Sequence[int] | None = None
+    prompt_token_ids: Sequence[int] | None = None
+    params: SamplingParams | None = None
     tools: Sequence[Any] | None = None
     enable_thinking: bool = True
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        given = [v for v in (self.text, self.messages, self.token_ids) if v is not None]
-        if len(given) != 1:
+        given = [self.prompt, self.messages, self.prompt_token_ids]
+        if sum(value is not None for value in given) != 1:
             raise InvalidRequest(
                 "give exactly one of prompt, messages and prompt_token_ids", param="prompt"
             )
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        return self.params or SamplingParams()
 
     @property
     def param(self) -> str:
@@ -45,13 +67,13 @@ class Prompt:
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         """Token ids. May take milliseconds: not for an event loop."""
-        if self.token_ids is not None:
-            return check_token_ids(self.token_ids, tokenizer)
+        if self.prompt_token_ids is not None:
+            return check_token_ids(self.prompt_token_ids, tokenizer)
         if self.messages is not None:
             return tokenizer.encode_chat(
                 self.messages, tools=self.tools, enable_thinking=self.enable_thinking
             )
-        return tokenizer.encode(self.text or "")
+        return tokenizer.encode(self.prompt or "")
 
 
 def check_token_ids(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
