@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from qwen3_asgi.scheduler.plan import StepPlan
 
-STEP_SECONDS = 0.004
+STEP_SECONDS = 0.01
 MAX_PREFILL_TOKENS = 64
 MAX_BATCH = 6
 HOLD_SECONDS = 60.0
