@@ -231,3 +231,11 @@ def test_the_commands_in_the_docs_are_commands(capsys: pytest.CaptureFixture[str
             main([*shlex.split(line)[1:], "--help"])
         assert ended.value.code == 0, line
     assert "usage: qwen3-asgi" in capsys.readouterr().out
+
+
+def test_every_page_of_the_docs_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f": {page.name}\n" in navigation
+        assert page.name == "index.md" or f"({page.name})" in index
