@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 from typing import TYPE_CHECKING
 
+from qwen3_asgi.asgi.headers import header
 from qwen3_asgi.asgi.responses import send_json
 from qwen3_asgi.openai.errors import error_body
 
@@ -43,8 +44,5 @@ class ApiKeyAuth:
 
 
 def _bearer(scope: Scope) -> bytes:
-    for name, value in scope["headers"]:
-        if name.lower() == b"authorization":
-            scheme, _, token = bytes(value).partition(b" ")
-            return token.strip() if scheme.lower() == b"bearer" else b""
-    return b""
+    scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""

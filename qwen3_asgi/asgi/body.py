@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qwen3_asgi.asgi.headers import header
 from qwen3_asgi.errors import ClientDisconnected, InvalidRequest
 
 if TYPE_CHECKING:
@@ -39,10 +40,8 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
 
 
 def _content_length(scope: Scope) -> int | None:
-    for name, value in scope["headers"]:
-        if name.lower() == b"content-length" and value.isdigit():
-            return int(value[:20])
-    return None
+    value = header(scope, b"content-length")
+    return int(value[:20]) if value is not None and value.isdigit() else None
 
 
 def _too_large(max_bytes: int) -> InvalidRequest:

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from qwen3_asgi.asgi.responses import encode_json, send_json
 from qwen3_asgi.errors import (
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from starlette.requests import Request
-    from starlette.responses import Response
     from starlette.types import Send
 
 logger = logging.getLogger("qwen3_asgi.asgi")
@@ -77,10 +77,16 @@ async def send_error(send: Send, error: Exception) -> None:
     await send_json(send, reply.body, status=reply.status, headers=reply.headers)
 
 
+def error_response(error: Exception) -> Response:
+    """`error_reply` for routes that return a Starlette response."""
+    reply = error_reply(error)
+    return Response(
+        encode_json(reply.body), reply.status, dict(reply.headers), media_type="application/json"
+    )
+
+
 def http_exception_response(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (404, 405) in OpenAI's shape."""
-    from starlette.responses import Response
-
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     phrase = HTTPStatus(status).phrase
@@ -94,12 +100,7 @@ def http_exception_response(request: Request, error: Exception) -> Response:
 
 def unexpected_error_response(request: Request, error: Exception) -> Response:
     """A bug's reply. Starlette raises the error again after it, for the server to log."""
-    from starlette.responses import Response
-
-    reply = error_reply(error)
-    return Response(
-        encode_json(reply.body), reply.status, dict(reply.headers), media_type="application/json"
-    )
+    return error_response(error)
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

@@ -6,6 +6,7 @@ accepted. Whatever way a route is left, its requests are cancelled in the schedu
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,6 +23,7 @@ from qwen3_asgi.openai.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    check_model,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 _PARSE_ON_LOOP_BYTES = 64 * 1024
 
 
-class GenerationRoute:
+class GenerationRoute(ABC):
     """What both routes share. Subclasses are ASGI apps, one per mounted app."""
 
     def __init__(
@@ -57,15 +59,16 @@ class GenerationRoute:
             # Only failures before the response has started get here; see `_stream`.
             await send_error(send, error)
 
+    @abstractmethod
     async def _answer(self, body: bytes, send: Send) -> None:
-        raise NotImplementedError
+        """Answer one request, or raise before the response has started."""
 
     async def _parse(self, body: bytes, model: type[AnyRequest]) -> AnyRequest:
         if len(body) <= _PARSE_ON_LOOP_BYTES:
             request = parse_request(body, model)
         else:
             request = await self._engine.offload(parse_request, body, model)
-        request.check_model(self._engine.model_name)
+        check_model(request.model, self._engine.model_name)
         return request
 
     async def _reply(
@@ -125,11 +128,10 @@ class ChatCompletions(GenerationRoute):
     async def _answer(self, body: bytes, send: Send) -> None:
         request = await self._parse(body, ChatRequest)
         params = request.sampling()
-        tools, thinking = request.offered_tools, request.thinking
         handle = await self._engine.submit(
             messages=request.messages,
-            tools=tools,
-            enable_thinking=thinking,
+            tools=request.offered_tools,
+            enable_thinking=request.thinking,
             params=params,
             cache_salt=request.cache_salt or "",
         )

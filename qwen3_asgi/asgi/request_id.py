@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from qwen3_asgi.asgi.headers import header
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,7 +40,5 @@ class RequestIdEcho:
 
 
 def _request_id(scope: Scope) -> bytes | None:
-    for name, value in scope["headers"]:
-        if name.lower() == _HEADER:
-            return bytes(value) if _VALID.fullmatch(value) else None
-    return None
+    value = header(scope, _HEADER)
+    return value if value is not None and _VALID.fullmatch(value) else None

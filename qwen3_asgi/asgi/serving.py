@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from qwen3_asgi.config import SamplingParams
-    from qwen3_asgi.openai.choice import Batch
+    from qwen3_asgi.engine.handle import TokenBatch
     from qwen3_asgi.scheduler.load import LoadSnapshot
     from qwen3_asgi.text.tokenizer import Tokenizer
 
@@ -22,7 +22,7 @@ class Handle(Protocol):
 
     @property
     def prompt_token_ids(self) -> Sequence[int]: ...
-    def __aiter__(self) -> AsyncIterator[Batch]: ...
+    def __aiter__(self) -> AsyncIterator[TokenBatch]: ...
     def cancel(self) -> None: ...
 
 

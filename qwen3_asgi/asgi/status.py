@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 import qwen3_asgi
-from qwen3_asgi.asgi.errors import error_reply
+from qwen3_asgi.asgi.errors import error_response
 from qwen3_asgi.asgi.responses import encode_json
 from qwen3_asgi.errors import EngineDead, EngineNotReady, InvalidRequest
 from qwen3_asgi.metrics import render
+from qwen3_asgi.openai.requests import check_model
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -33,21 +34,16 @@ class StatusRoutes:
         return _json({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        wanted = request.path_params["model"]
-        if wanted != self._engine.model_name:
-            return _refusal(
-                InvalidRequest(
-                    f"the model {wanted[:128]!r} does not exist",
-                    param="model",
-                    code="model_not_found",
-                )
-            )
+        try:
+            check_model(request.path_params["model"], self._engine.model_name)
+        except InvalidRequest as error:
+            return error_response(error)
         return _json(self._model())
 
     async def health(self, request: Request) -> Response:
         """Alive: an engine not started yet is healthy, a dead one has to be replaced."""
         if self._engine.state == "dead":
-            return _refusal(EngineDead("the engine is dead"))
+            return error_response(EngineDead("the engine is dead"))
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
@@ -59,9 +55,9 @@ class StatusRoutes:
         if state == "new":
             self._engine.start_soon()
         if state == "dead":
-            return _refusal(EngineDead("the engine is dead"))
+            return error_response(EngineDead("the engine is dead"))
         if state != "ready":
-            return _refusal(EngineNotReady(f"the engine is not ready: {state}"))
+            return error_response(EngineNotReady(f"the engine is not ready: {state}"))
         return _json({"status": "ready"})
 
     async def load(self, request: Request) -> Response:
@@ -90,10 +86,3 @@ class StatusRoutes:
 
 def _json(payload: Any) -> Response:
     return Response(encode_json(payload), media_type="application/json")
-
-
-def _refusal(error: Exception) -> Response:
-    reply = error_reply(error)
-    return Response(
-        encode_json(reply.body), reply.status, dict(reply.headers), media_type="application/json"
-    )

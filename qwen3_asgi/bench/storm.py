@@ -19,6 +19,7 @@ from qwen3_asgi.bench.wire import Target
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
 
 LONE_REQUESTS = 5
 WAIT_SECONDS = 120.0
@@ -93,7 +94,8 @@ def run_storm(url: str, options: StormOptions) -> StormReport:
     before = _wait_busy(target, options)
     hang_up = time.perf_counter()
     _close(sockets)
-    after, idle_at = _wait_idle(target)
+    after = _wait_idle(target)
+    idle_at = time.perf_counter()
     wasted = _wasted(target) - wasted_before
 
     sockets = _start_clients(target, options, "second")
@@ -185,30 +187,33 @@ def _ttft(target: Target, options: StormOptions, prompt: str) -> float:
     return first
 
 
-def _load(target: Target) -> dict[str, Any]:
-    load: dict[str, Any] = json.loads(target.get("/load"))
-    return load
-
-
 def _wait_busy(target: Target, options: StormOptions) -> dict[str, Any]:
+    def busy(load: dict[str, Any]) -> bool:
+        live = load["num_running"] + load["num_waiting"]
+        return bool(live >= options.clients and load["num_running"])
+
+    message = "the clients were answered too fast: raise --max-tokens or --prompt-words"
+    return _wait(target, busy, message)
+
+
+def _wait_idle(target: Target) -> dict[str, Any]:
+    def idle(load: dict[str, Any]) -> bool:
+        return not (load["num_running"] or load["num_waiting"])
+
+    return _wait(target, idle, f"the server was not idle after {WAIT_SECONDS:.0f} s")
+
+
+def _wait(
+    target: Target, holds: Callable[[dict[str, Any]], bool], otherwise: str
+) -> dict[str, Any]:
+    """The first load for which it holds."""
     deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
-        load = _load(target)
-        if load["num_running"] + load["num_waiting"] >= options.clients and load["num_running"]:
+        load: dict[str, Any] = json.loads(target.get("/load"))
+        if holds(load):
             return load
         time.sleep(POLL_SECONDS)
-    raise ValueError("the clients were answered too fast: raise --max-tokens or --prompt-words")
-
-
-def _wait_idle(target: Target) -> tuple[dict[str, Any], float]:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < deadline:
-        load = _load(target)
-        now = time.perf_counter()
-        if load["num_running"] == 0 and load["num_waiting"] == 0:
-            return load, now
-        time.sleep(POLL_SECONDS)
-    raise ValueError(f"the server was not idle after {WAIT_SECONDS:.0f} s")
+    raise ValueError(otherwise)
 
 
 def _wasted(target: Target) -> int:

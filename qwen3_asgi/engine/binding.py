@@ -53,13 +53,13 @@ class RequestBinding:
     def unbind(self, mailbox: Mailbox) -> None:
         self._live.pop(mailbox.request_id, None)
 
-    def disconnect(self, phase: str) -> int:
-        """The client has gone: cancel everything now; returns how many generations were live.
+    def disconnect(self, phase: str) -> None:
+        """The client has gone: cancel everything now.
 
         `phase` is "before_response" or "streaming", for the counter.
         """
         if self._released or self.disconnected:
-            return 0
+            return
         self.disconnected = True
         # `copy` is one step: a finalizer may unbind in the middle of a plain iteration.
         live = list(self._live.copy().values())
@@ -69,7 +69,6 @@ class RequestBinding:
             notify(phase)
         if live:
             logger.info("client closed the request (499), %d generations cancelled", len(live))
-        return len(live)
 
     def release(self) -> None:
         """The response is complete: what runs on (a background task) is nobody's request now."""

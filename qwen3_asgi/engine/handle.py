@@ -26,6 +26,13 @@ class TokenBatch(NamedTuple):
     tokens: tuple[SampledToken, ...]
     finish: Finish | None
 
+    @property
+    def text_tokens(self) -> tuple[SampledToken, ...]:
+        """Those that are part of the text: without a stop token that ended it."""
+        finish = self.finish
+        ended = finish is not None and finish.stop_token is not None
+        return self.tokens[:-1] if ended else self.tokens
+
 
 class RequestHandle:
     """One submitted request. Iterate it (`async for`) on the event loop that submitted it.

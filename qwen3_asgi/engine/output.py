@@ -57,8 +57,7 @@ class Collector:
 
     def add(self, batch: TokenBatch) -> Delta:
         tokens, finish = batch
-        visible = tokens[:-1] if finish is not None and finish.stop_token is not None else tokens
-        chunks = self._assembler.push(token.token_id for token in visible)
+        chunks = self._assembler.push(token.token_id for token in batch.text_tokens)
         if finish is not None:
             chunks += self._assembler.finish()
         text = "".join(chunk.text for chunk in chunks)

@@ -53,8 +53,7 @@ def choose_dtype(requested: str, stored: str, config: ModelConfig, device: str) 
     """
     name = requested
     if requested == "auto":
-        small = device == "cpu" and config.num_parameters < SMALL_MODEL_PARAMETERS
-        name = "float32" if small else stored
+        name = "float32" if _is_small(config, device) else stored
     if name == "float16" and device == "cpu":
         name = "float32"
     dtype: torch.dtype = getattr(torch, name)
@@ -63,9 +62,7 @@ def choose_dtype(requested: str, stored: str, config: ModelConfig, device: str) 
 
 def choose_threads(requested: int | None, config: ModelConfig, device: str) -> int | None:
     """Return how many threads an operator may use; None leaves torch's own choice."""
-    if requested is None and device == "cpu" and config.num_parameters < SMALL_MODEL_PARAMETERS:
-        return 1
-    return requested
+    return 1 if requested is None and _is_small(config, device) else requested
 
 
 def pool_blocks(
@@ -81,10 +78,11 @@ def pool_blocks(
     """
     if settings.num_kv_blocks is not None:
         return settings.num_kv_blocks
-    wanted = settings.max_batch * -(-max_tokens // settings.block_size)
+    longest = -(-max_tokens // settings.block_size)
+    wanted = settings.max_batch * longest
     block = bytes_per_block(config, settings.block_size, dtype)
     if device == "cpu":
-        cap = max(CPU_POOL_CAP_BYTES, block * -(-max_tokens // settings.block_size))
+        cap = max(CPU_POOL_CAP_BYTES, block * longest)
         budget = min(int(available_bytes() * CPU_POOL_FRACTION), cap)
     else:
         budget = int(torch.cuda.mem_get_info()[0] * CUDA_POOL_FRACTION)
@@ -92,6 +90,10 @@ def pool_blocks(
     if fitting < 1:
         raise ModelLoadError(f"no memory for one KV block of {block} bytes; {budget} may be used")
     return min(wanted, fitting)
+
+
+def _is_small(config: ModelConfig, device: str) -> bool:
+    return device == "cpu" and config.num_parameters < SMALL_MODEL_PARAMETERS
 
 
 def available_bytes() -> int:

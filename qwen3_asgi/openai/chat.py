@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from qwen3_asgi.openai.choice import Batch, ChoiceOutput
+from qwen3_asgi.openai.choice import ChoiceOutput
 from qwen3_asgi.openai.logprobs import chat_logprobs
-from qwen3_asgi.openai.usage import usage
+from qwen3_asgi.openai.reply import Reply
 from qwen3_asgi.text.tool_calls import parse_tool_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from qwen3_asgi.engine.handle import TokenBatch
     from qwen3_asgi.openai.requests import ChatRequest
     from qwen3_asgi.text.tokenizer import Tokenizer
 
 
-class ChatReply:
+class ChatReply(Reply):
     """One reply. Feed it every batch: through `push` for a body, through `stream` for chunks."""
+
+    _id_prefix = "chatcmpl"
+    _kind = "chat.completion"
+    _chunk_kind = "chat.completion.chunk"
+    _counts_reasoning = True
 
     def __init__(
         self, request: ChatRequest, tokenizer: Tokenizer, prompt_ids: Sequence[int]
     ) -> None:
-        self._request = request
-        self._tokenizer = tokenizer
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
         output = ChoiceOutput(
             tokenizer,
             prompt_ids,
@@ -36,13 +37,15 @@ class ChatReply:
             tool_calls=request.offered_tools is not None,
             logprobs=bool(request.logprobs),
         )
-        self._outputs = [output]
+        super().__init__(request, [output])
+        self._request = request
+        self._tokenizer = tokenizer
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._role_sent = False
 
-    def push(self, index: int, batch: Batch) -> None:
+    def push(self, index: int, batch: TokenBatch) -> None:
         """Take a batch of choice `index` (a chat has choice 0 only) and keep it for `body`."""
         for section, text in self._outputs[index].push(batch):
             if section == "content":
@@ -68,15 +71,11 @@ class ChatReply:
             "index": 0,
             "message": message,
             "logprobs": self._logprobs(),
-            "finish_reason": self._finish_reason(),
+            "finish_reason": self._finish_reason(0),
         }
-        return {
-            **self._envelope("chat.completion"),
-            "choices": [choice],
-            "usage": usage(self._outputs, reasoning=True),
-        }
+        return self._whole([choice])
 
-    def stream(self, index: int, batch: Batch) -> list[dict[str, Any]]:
+    def stream(self, index: int, batch: TokenBatch) -> list[dict[str, Any]]:
         """Take a batch; return the chunks to send for it, the closing one with the last batch."""
         deltas: list[dict[str, Any]] = []
         if not self._role_sent:
@@ -93,7 +92,7 @@ class ChatReply:
                 self._calls.append(call)
         chunks = [self._chunk(delta) for delta in deltas]
         if batch.finish is not None:
-            chunks.append(self._chunk({}, self._finish_reason()))
+            chunks.append(self._chunk({}, self._finish_reason(0)))
         # The batch's logprobs go with its first text. Where all of it is held back (it may become
         # a stop string), they wait for the next chunk.
         bearer = next((c for c in chunks if "role" not in c["choices"][0]["delta"]), None)
@@ -101,33 +100,10 @@ class ChatReply:
             bearer["choices"][0]["logprobs"] = self._logprobs()
         return chunks
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """Return the last chunk of a stream with `include_usage`."""
-        return {
-            **self._envelope("chat.completion.chunk"),
-            "choices": [],
-            "usage": usage(self._outputs, reasoning=True),
-        }
-
     def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        chunk = self._envelope("chat.completion.chunk")
-        chunk["choices"] = [
+        return self._chunk_of(
             {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        ]
-        if self._request.continuous_usage:
-            chunk["usage"] = usage(self._outputs, reasoning=True)
-        elif self._request.include_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def _envelope(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._request.model,
-            "system_fingerprint": None,
-        }
+        )
 
     def _logprobs(self) -> dict[str, Any] | None:
         if not self._request.logprobs:
@@ -135,9 +111,8 @@ class ChatReply:
         tokens = self._outputs[0].take_logprobs()
         return chat_logprobs(tokens, self._tokenizer, self._request.top_logprobs or 0)
 
-    def _finish_reason(self) -> str:
-        finish = self._outputs[0].finish
-        reason = "length" if finish is not None and finish.reason == "length" else "stop"
+    def _finish_reason(self, index: int) -> str:
+        reason = super()._finish_reason(index)
         return "tool_calls" if self._calls and reason == "stop" else reason
 
 

@@ -5,25 +5,17 @@ Both routes, streaming or not, read the engine through a `ChoiceOutput`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from qwen3_asgi.text.output import Chunk, OutputAssembler, starts_in_reasoning
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from qwen3_asgi.engine.handle import TokenBatch
     from qwen3_asgi.scheduler.events import Finish
     from qwen3_asgi.scheduler.plan import SampledToken
     from qwen3_asgi.text.tokenizer import Tokenizer
-
-
-class Batch(Protocol):
-    """The engine's `TokenBatch`: tokens since the last one, and `finish` on the last batch."""
-
-    @property
-    def tokens(self) -> tuple[SampledToken, ...]: ...
-    @property
-    def finish(self) -> Finish | None: ...
 
 
 class ChoiceOutput:
@@ -60,12 +52,10 @@ class ChoiceOutput:
     def has_logprobs(self) -> bool:
         return bool(self._reported)
 
-    def push(self, batch: Batch) -> list[Chunk]:
+    def push(self, batch: TokenBatch) -> list[Chunk]:
         """Return the text that this batch makes certain."""
         self.num_tokens += len(batch.tokens)
-        tokens = batch.tokens
-        if batch.finish is not None and batch.finish.stop_token is not None:
-            tokens = tokens[:-1]  # it ended the output and is no part of it
+        tokens = batch.text_tokens
         if self._logprobs:
             self._reported.extend(tokens)
         chunks = self._assembler.push(token.token_id for token in tokens)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from typing import TYPE_CHECKING, Any
 
-from qwen3_asgi.openai.choice import Batch, ChoiceOutput
+from qwen3_asgi.openai.choice import ChoiceOutput
 from qwen3_asgi.openai.logprobs import CompletionLogprobs
-from qwen3_asgi.openai.usage import usage
+from qwen3_asgi.openai.reply import Reply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from qwen3_asgi.engine.handle import TokenBatch
     from qwen3_asgi.openai.requests import CompletionRequest
     from qwen3_asgi.text.tokenizer import Tokenizer
 
 
-class CompletionReply:
+class CompletionReply(Reply):
     """One reply with a choice per prompt. Choices may be fed in any interleaving.
 
     `prompts` and `prompt_ids` have one entry per choice.
     """
+
+    _id_prefix = "cmpl"
+    _kind = _chunk_kind = "text_completion"
+    _counts_reasoning = False
 
     def __init__(
         self,
@@ -30,22 +33,21 @@ class CompletionReply:
         prompts: Sequence[str | list[int]],
         prompt_ids: Sequence[Sequence[int]],
     ) -> None:
-        self._request = request
-        self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._outputs = [
+        outputs = [
             ChoiceOutput(
                 tokenizer, ids, stop=request.stop_strings, logprobs=request.logprobs is not None
             )
             for ids in prompt_ids
         ]
+        super().__init__(request, outputs)
+        self._request = request
         num_top = request.logprobs or 0
         self._logprobs = [CompletionLogprobs(tokenizer, num_top) for _ in prompt_ids]
         # What is to be echoed and has not been yet.
         self._echo = [_echoed(p, tokenizer) if request.echo else "" for p in prompts]
         self._texts: list[list[str]] = [[] for _ in prompt_ids]
 
-    def push(self, index: int, batch: Batch) -> None:
+    def push(self, index: int, batch: TokenBatch) -> None:
         """Take a choice's batch and keep its text for `body`."""
         self._texts[index].append(self._text(index, batch))
 
@@ -55,13 +57,9 @@ class CompletionReply:
             self._choice(i, "".join(texts), self._take_logprobs(i), self._finish_reason(i))
             for i, texts in enumerate(self._texts)
         ]
-        return {
-            **self._envelope(),
-            "choices": choices,
-            "usage": usage(self._outputs, reasoning=False),
-        }
+        return self._whole(choices)
 
-    def stream(self, index: int, batch: Batch) -> list[dict[str, Any]]:
+    def stream(self, index: int, batch: TokenBatch) -> list[dict[str, Any]]:
         """Take a choice's batch; return the chunks to send for it."""
         text = self._text(index, batch)
         chunks: list[dict[str, Any]] = []
@@ -71,36 +69,13 @@ class CompletionReply:
             chunks.append(self._chunk(index, "", self._finish_reason(index)))
         return chunks
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """Return the last chunk of a stream with `include_usage`."""
-        return {
-            **self._envelope(),
-            "choices": [],
-            "usage": usage(self._outputs, reasoning=False),
-        }
-
-    def _text(self, index: int, batch: Batch) -> str:
+    def _text(self, index: int, batch: TokenBatch) -> str:
         echo, self._echo[index] = self._echo[index], ""
         return echo + "".join(chunk.text for chunk in self._outputs[index].push(batch))
 
     def _chunk(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        chunk = self._envelope()
         logprobs = self._take_logprobs(index) if self._outputs[index].has_logprobs else None
-        chunk["choices"] = [self._choice(index, text, logprobs, finish_reason)]
-        if self._request.continuous_usage:
-            chunk["usage"] = usage(self._outputs, reasoning=False)
-        elif self._request.include_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def _envelope(self) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._request.model,
-            "system_fingerprint": None,
-        }
+        return self._chunk_of(self._choice(index, text, logprobs, finish_reason))
 
     def _choice(
         self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
@@ -116,10 +91,6 @@ class CompletionReply:
         if self._request.logprobs is None:
             return None
         return self._logprobs[index].build(self._outputs[index].take_logprobs())
-
-    def _finish_reason(self, index: int) -> str:
-        finish = self._outputs[index].finish
-        return "length" if finish is not None and finish.reason == "length" else "stop"
 
 
 def _echoed(prompt: str | list[int], tokenizer: Tokenizer) -> str:

@@ -71,19 +71,6 @@ class GenerationRequest(BaseModel):
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def check_model(self, served: str) -> None:
-        """Refuse a request for another model.
-
-        Raises:
-            InvalidRequest: with code `model_not_found`.
-        """
-        if self.model != served:
-            raise InvalidRequest(
-                f"the model {self.model[:128]!r} does not exist",
-                param="model",
-                code="model_not_found",
-            )
-
     def _params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(
@@ -212,6 +199,18 @@ class CompletionRequest(GenerationRequest):
                 code="unsupported_parameter",
             )
         return self._params(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+def check_model(wanted: str, served: str) -> None:
+    """Refuse any model but the one that is served.
+
+    Raises:
+        InvalidRequest: with code `model_not_found`.
+    """
+    if wanted != served:
+        raise InvalidRequest(
+            f"the model {wanted[:128]!r} does not exist", param="model", code="model_not_found"
+        )
 
 
 def _are_token_ids(items: list[Any]) -> bool:

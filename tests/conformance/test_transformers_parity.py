@@ -10,7 +10,16 @@ import torch
 
 from qwen3_asgi.model import kv
 from qwen3_asgi.scheduler.plan import RequestId, Row
-from tests.model.checkpoints import KINDS, SPELLINGS, VOCAB, load, load_reference, write_checkpoint
+from tests.model.checkpoints import (
+    KINDS,
+    SPELLINGS,
+    VOCAB,
+    greedy,
+    load,
+    load_reference,
+    reference_logits,
+    write_checkpoint,
+)
 from tests.model.driver import Driver, Sequence_, poison
 
 PROMPT_TOKENS = 21
@@ -24,14 +33,6 @@ class Truth(NamedTuple):
     prompt: list[int]
     logits: torch.Tensor
     continuation: list[int]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -55,18 +56,6 @@ def executor(folder):
 def driver(executor):
     poison(executor, range(executor.num_kv_blocks))
     return Driver(executor)
-
-
-@torch.inference_mode()
-def reference_logits(model, tokens):
-    return model(torch.tensor([tokens])).logits[0]
-
-
-def greedy(model, prompt, count):
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
-    return tokens[len(prompt) :]
 
 
 def row(name, tokens, blocks, start=0):

@@ -85,6 +85,21 @@ def load_reference(folder: Path) -> Qwen3ForCausalLM:
     return model.eval()
 
 
+@torch.inference_mode()
+def reference_logits(model: Qwen3ForCausalLM, tokens: list[int]) -> torch.Tensor:
+    """Logits `[T, vocab]` of every position."""
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def greedy(model: Qwen3ForCausalLM, prompt: list[int], count: int) -> list[int]:
+    """The reference's greedy continuation."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
 def load(folder: Path, **settings: Any) -> TorchExecutor:
     """Load a small executor on the CPU: 4-token blocks, 64 of them unless told otherwise."""
     settings = {"device": "cpu", "block_size": 4, "num_kv_blocks": 64} | settings

@@ -11,7 +11,12 @@ from qwen3_asgi.config import SamplingParams
 from qwen3_asgi.errors import InvalidRequest
 from qwen3_asgi.openai.fields import HARMLESS, NEUTRAL
 from qwen3_asgi.openai.parsing import parse_request
-from qwen3_asgi.openai.requests import ChatRequest, CompletionRequest, GenerationRequest
+from qwen3_asgi.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    check_model,
+)
 from tests.openai.batches import body
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -315,6 +320,6 @@ def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
 
 def test_another_model_is_not_found() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        chat(model="gpt-4").check_model("toy")
+        check_model(chat(model="gpt-4").model, "toy")
     assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
-    chat().check_model("toy")
+    check_model(chat().model, "toy")

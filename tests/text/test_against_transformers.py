@@ -36,6 +36,20 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 ]
 
 
+def prompt_of(reference: Any, messages: Any, tools: Any, thinking: bool) -> list[int]:
+    """What transformers makes of a conversation."""
+    return list(
+        reference.apply_chat_template(
+            messages,
+            tools=tools,
+            enable_thinking=thinking,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+    )
+
+
 @pytest.fixture(scope="module")
 def reference() -> Any:
     from transformers import AutoTokenizer
@@ -50,15 +64,7 @@ def reference() -> Any:
 def test_same_ids(reference: Any, messages: Any, tools: Any, thinking: bool) -> None:
     ours = Tokenizer.from_folder(tiny_path())
     ids = ours.encode_chat(messages, tools=tools, enable_thinking=thinking)
-    expected = reference.apply_chat_template(
-        messages,
-        tools=tools,
-        enable_thinking=thinking,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-    )
-    assert ids == list(expected)
+    assert ids == prompt_of(reference, messages, tools, thinking)
     assert ours.decode(ids) == reference.decode(ids, skip_special_tokens=True)
 
 
