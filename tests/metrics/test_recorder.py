@@ -36,6 +36,9 @@ def plan(*kinds: RowKind) -> StepPlan:
 def test_it_is_a_scheduler_observer(metrics: EngineMetrics) -> None:
     observer: SchedulerObserver = metrics
     observer.on_load(LoadSnapshot())
+    wanted = {name for name in vars(SchedulerObserver) if name.startswith("on_")}
+    assert wanted
+    assert wanted <= set(dir(EngineMetrics))
 
 
 def test_a_request_that_runs_to_its_end_is_counted_in_full(
