@@ -19,7 +19,6 @@ from qwen3_asgi.engine.portal import LoopClosed, LoopPortal
 from qwen3_asgi.errors import ClientDisconnected
 
 if TYPE_CHECKING:
-    from anyio.abc import TaskGroup
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # What a disconnect cancels: the request's generations, or its whole app task as well.
@@ -64,14 +63,23 @@ class DisconnectWatch:
 class _Watch:
     """One request. Lives in its event loop; only `_start_from_anywhere` is called from threads."""
 
+    __slots__ = (
+        "_app_scopes",
+        "_binding",
+        "_complete",
+        "_inflow",
+        "_portal",
+        "_response_started",
+        "_send",
+        "_watcher",
+    )
+
     def __init__(self, receive: Receive, send: Send) -> None:
         self._inflow = Inflow(receive, self._on_disconnect)
         self._send = send
         self._binding = RequestBinding(self._start_from_anywhere)
         self._portal = LoopPortal.current()
-        self._group: TaskGroup | None = None
-        self._started = False
-        self._watcher: anyio.CancelScope | None = None
+        self._watcher: _Watcher | None = None
         self._app_scopes: list[anyio.CancelScope] = []
         self._response_started = False
         self._complete = False
@@ -79,30 +87,13 @@ class _Watch:
     async def run(self, app: ASGIApp, scope: Scope, *, cancel_app: bool) -> None:
         scope = {**scope, WATCH_KEY: self}
         token = current_binding.set(self._binding)
-        error: BaseException | None = None
-        ended = False
         try:
-            async with anyio.create_task_group() as self._group:
-                try:
-                    ended = await self._run_app(
-                        app, scope, self._inflow.receive, self.send, cancel_app
-                    )
-                except anyio.get_cancelled_exc_class():
-                    raise  # the host's own cancellation, the task group must see it
-                except BaseException as raised:
-                    error = raised  # past the task group, which would wrap it in a group
-                finally:
-                    self._stop()
-                # Only the watcher is left, and it is ending: a cancellation that comes now must
-                # not replace what the app has returned or raised.
-                self._group.cancel_scope.shield = True
+            ended = await self._run_app(app, scope, self._inflow.receive, self.send, cancel_app)
         finally:
+            self._stop()
+            if self._watcher is not None:
+                await self._watcher.ended()
             current_binding.reset(token)
-        try:
-            if error is not None:
-                raise error
-        finally:
-            error = None  # a frame that refers to its own traceback is a reference cycle
         if not ended and not self._response_started:
             await _answer_gone(scope, self._send)
 
@@ -177,26 +168,66 @@ class _Watch:
             self._start()
             return
         try:
-            self._portal.call_soon_in_task(self._start)
+            self._portal.call_soon(self._start)
         except LoopClosed:
             return  # the request is over with its loop
 
     def _start(self) -> None:
-        if not self._started and self._group is not None and not self._complete:
-            self._started = True
-            self._group.start_soon(self._watch)
-
-    async def _watch(self) -> None:
-        if not self._complete:
-            with anyio.CancelScope() as self._watcher:
-                await self._inflow.read_ahead()
+        if self._watcher is None and not self._complete:
+            self._watcher = _Watcher(self._inflow, self._portal)
 
     def _stop(self) -> None:
         self._complete = True
         self._binding.release()
         self._inflow.ignore_disconnect()
         if self._watcher is not None:
-            self._watcher.cancel()
+            self._watcher.stop()
+
+
+class _Watcher:
+    """The task that reads `receive` beside the app.
+
+    Not in a task group: every request would have to open one for the few that generate, and it
+    would wrap the app's exceptions.
+    """
+
+    __slots__ = ("_ended", "_inflow", "_scope", "_stopped", "_task", "_waiter")
+
+    def __init__(self, inflow: Inflow, portal: LoopPortal) -> None:
+        self._inflow = inflow
+        self._scope: anyio.CancelScope | None = None
+        self._stopped = False
+        self._ended = False
+        self._waiter: anyio.Event | None = None
+        self._task = portal.spawn(self._run)
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._scope is not None:
+            self._scope.cancel()
+
+    async def ended(self) -> None:
+        """Wait until it has let go of `receive`, after `stop`.
+
+        Not to be cancelled: that must not replace what the app has returned or raised.
+        """
+        if self._ended:
+            return
+        self._waiter = anyio.Event()
+        with anyio.CancelScope(shield=True):  # on asyncio no shield against a plain `Task.cancel`
+            while not self._ended:
+                with contextlib.suppress(anyio.get_cancelled_exc_class()):
+                    await self._waiter.wait()
+
+    async def _run(self) -> None:
+        try:
+            if not self._stopped:
+                with anyio.CancelScope() as self._scope:
+                    await self._inflow.read_ahead()
+        finally:
+            self._ended = True
+            if self._waiter is not None:
+                self._waiter.set()
 
 
 async def _answer_gone(scope: Scope, send: Send) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
@@ -14,7 +14,7 @@ from tests.asgi.wire import DISCONNECT, EMPTY, Wire, http_scope
 from tests.engine.engines import quiet, tokens
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
     from qwen3_asgi.asgi.watch import CancelPolicy
     from tests.asgi.staged import Stage
@@ -202,3 +202,52 @@ async def test_a_native_cancellation_of_the_servers_task_passes(
         await task
     assert stage.notes == ["cleaned up"]
     await stage.gone()
+
+
+async def test_a_cancellation_while_the_watcher_lets_go_replaces_nothing(
+    stage: Stage, anyio_backend: str
+) -> None:
+    """The server's `receive` takes its time to end; the app has raised by then."""
+    stage.gate.open()
+    wire = Wire(EMPTY)
+    inside, raising, let_go = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def receive() -> Message:
+        if wire.unread:
+            return await wire.receive()
+        try:
+            inside.set()
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await let_go.wait()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await stage.engine.generate(prompt="hello", params=tokens(1))
+        await inside.wait()
+        raising.set()
+        raise Boom
+
+    raised: list[BaseException] = []
+    scope = anyio.CancelScope()
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def serve() -> None:
+        if anyio_backend == "asyncio":
+            tasks.append(asyncio.current_task())
+        with scope:
+            try:
+                await watched(app)(http_scope(), receive, wire.send)
+            except BaseException as error:
+                raised.append(error)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(serve)
+        await raising.wait()
+        await quiet()
+        for cancel in (scope, *tasks):
+            cancel.cancel()
+            await quiet()
+        assert not raised, "the server's receive still has a reader"
+        let_go.set()
+    assert [type(error) for error in raised] == [Boom]
