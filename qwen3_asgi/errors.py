@@ -46,6 +46,10 @@ class EngineOverloaded(Qwen3Error):
         self.retry_after = retry_after
 
 
+class GenerationTimeout(Qwen3Error):
+    """The request was not finished by its deadline."""
+
+
 class EngineDead(Qwen3Error):
     """The scheduler thread has ended by an error; the engine must be restarted."""
 

@@ -17,7 +17,7 @@ from qwen3_asgi.scheduler.load import LoadSnapshot
 from qwen3_asgi.scheduler.request import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from prometheus_client import CollectorRegistry
 
@@ -152,13 +152,16 @@ class EngineMetrics:
         self._preemptions()
 
     @_never_raises
-    def on_token(self, request: Request, seconds: float, *, first: bool) -> None:
-        self._generation_tokens()
-        if first:
+    def on_tokens(
+        self, first: Sequence[tuple[Request, float]], intervals: Mapping[float, int]
+    ) -> None:
+        for request, seconds in first:
             self._prompt_tokens(request.prompt_len)
             self._first_token(seconds)
-        else:
-            self._inter_token(seconds)
+        for seconds, count in intervals.items():
+            for _ in range(count):
+                self._inter_token(seconds)
+        self._generation_tokens(len(first) + sum(intervals.values()))
 
     @_never_raises
     def on_cancel(self, request: Request, state: State, wasted_tokens: int) -> None:

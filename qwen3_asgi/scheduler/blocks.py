@@ -1,7 +1,8 @@
 """KV block bookkeeping in plain ints: who holds which block, and which full blocks can be shared.
 
-A block is free, held (reference count >= 1), or cached (full, count 0, still findable by its
-content and evicted least recently used first). The tensors behind the ids live in `model/`.
+A block is free, held (reference count >= 1), cached (full, count 0, still findable by its content
+and evicted least recently used first), or parked (nobody's, but a copy still writes to it). The
+tensors behind the ids live in `model/`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qwen3_asgi.scheduler.prefix import block_digest, root_digest
 from qwen3_asgi.scheduler.runs import FreeRuns
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 # When blocks must be evicted, a few more are taken along: neighbours merge into runs, and the next
 # allocations are adjacent again.
@@ -37,15 +37,27 @@ class BlockPool:
         ValueError: a block is released more often than it was acquired (a bug, never a user error).
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_cache: bool = True,
+        on_evict: Callable[[int, CachedBlock], None] | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        # Changes whenever more may fit than before: a request that did not fit need not be tried
+        # again until then.
+        self.version = 0
         self._prefix_cache = prefix_cache
+        self._on_evict = on_evict
         self._references = [0] * num_blocks
         self._free = FreeRuns(num_blocks)
         self._cached: dict[int, CachedBlock] = {}
         self._by_digest: dict[bytes, int] = {}
         self._unreferenced: OrderedDict[int, None] = OrderedDict()
+        self._parked: set[int] = set()
 
     @property
     def available(self) -> int:
@@ -54,7 +66,7 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        return self.num_blocks - self.available
+        return self.num_blocks - self.available - len(self._parked)
 
     @property
     def cached(self) -> int:
@@ -67,31 +79,35 @@ class BlockPool:
     def references(self, block: int) -> int:
         return self._references[block]
 
-    def match(self, token_ids: Sequence[int], salt: str) -> tuple[list[int], list[bytes]]:
-        """Acquire the longest cached prefix of `token_ids`; returns its blocks and their digests.
+    def match(self, token_ids: Sequence[int], digests: Sequence[bytes], root: bytes) -> list[int]:
+        """Acquire and return the blocks of the longest cached prefix of `token_ids`.
 
-        At least one token is always left to forward: its logits are needed.
+        At least one token is always left to forward: its logits are needed. `digests` has the
+        chain of all blocks before that (`prefix.extend_digests`).
         """
         blocks: list[int] = []
-        digests: list[bytes] = []
         if not self._prefix_cache:
-            return blocks, digests
-        parent = root_digest(salt)
+            return blocks
         size = self.block_size
-        for start in range(0, (len(token_ids) - 1) // size * size, size):
-            tokens = tuple(token_ids[start : start + size])
-            digest = block_digest(parent, tokens)
+        parent = root
+        for index in range((len(token_ids) - 1) // size):
+            digest = digests[index]
             block = self._by_digest.get(digest)
             if block is None:
                 break
             content = self._cached[block]
+            tokens = tuple(token_ids[index * size : (index + 1) * size])
             if content.token_ids != tokens or content.parent != parent:
                 break
             self._acquire(block)
             blocks.append(block)
-            digests.append(digest)
             parent = digest
-        return blocks, digests
+        return blocks
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Take one more reference on held blocks that are full."""
+        for block in blocks:
+            self._references[block] += 1
 
     def allocate(self, count: int, after: int | None) -> list[int]:
         """Acquire `count` blocks, adjacent to each other and to `after` where possible.
@@ -115,21 +131,21 @@ class BlockPool:
             after = block
         return blocks
 
-    def commit(self, block: int, parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """Declare a held block full and computed, so that it can be shared; returns its digest.
+    def commit(self, block: int, digest: bytes, parent: bytes, token_ids: Sequence[int]) -> None:
+        """Declare a held block full and computed, so that it can be shared.
 
         A twin with the same content may be cached already (two equal prompts computed at once);
         then this copy stays private.
         """
-        tokens = tuple(token_ids)
-        digest = block_digest(parent, tokens)
         if self._prefix_cache and digest not in self._by_digest:
             self._by_digest[digest] = block
-            self._cached[block] = CachedBlock(digest, parent, tokens)
-        return digest
+            self._cached[block] = CachedBlock(digest, parent, tuple(token_ids))
+            self.version += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference on each. A sequence's tail becomes evictable before its head."""
+        if blocks:
+            self.version += 1
         for block in reversed(blocks):
             count = self._references[block] - 1
             if count < 0:
@@ -149,9 +165,25 @@ class BlockPool:
                 self._forget(block)
         self.release(blocks)
 
+    def park(self, blocks: Sequence[int]) -> None:
+        """Held blocks lost their owner while a copy writes to them: nobody's until `unpark`."""
+        for block in blocks:
+            if self._references[block] != 1 or block in self._cached:
+                raise ValueError(f"KV block {block} is shared; it cannot be parked")
+            self._references[block] = 0
+        self._parked.update(blocks)
+
+    def unpark(self, blocks: Sequence[int]) -> None:
+        """The copy has landed: hold them again, to commit and release them."""
+        self._parked.difference_update(blocks)
+        for block in blocks:
+            self._references[block] = 1
+
     def clear_cache(self) -> None:
-        """Forget every unreferenced prefix."""
+        """Forget every unreferenced prefix, for good."""
+        on_evict, self._on_evict = self._on_evict, None
         self._evict(len(self._unreferenced))
+        self._on_evict = on_evict
 
     def check_integrity(self, tables: Sequence[Sequence[int]]) -> None:
         """Compare the bookkeeping with the block tables of all live requests.
@@ -170,7 +202,12 @@ class BlockPool:
         if shared:
             raise RuntimeError(f"mutable KV blocks are shared: {shared[:8]}")
         free = set(self._free)
-        states = [free, set(self._unreferenced), {b for b in range(self.num_blocks) if held[b]}]
+        states = [
+            free,
+            self._parked,
+            set(self._unreferenced),
+            {b for b in range(self.num_blocks) if held[b]},
+        ]
         if sum(map(len, states)) != self.num_blocks or len(set().union(*states)) != self.num_blocks:
             raise RuntimeError("a KV block is in no state, or in two")
         if len(free) != len(self._free):
@@ -187,8 +224,12 @@ class BlockPool:
     def _evict(self, count: int) -> None:
         for _ in range(min(count, len(self._unreferenced))):
             block, _ = self._unreferenced.popitem(last=False)
-            self._forget(block)
+            content = self._forget(block)
             self._free.add(block)
+            if self._on_evict is not None:
+                self._on_evict(block, content)
 
-    def _forget(self, block: int) -> None:
-        del self._by_digest[self._cached.pop(block).digest]
+    def _forget(self, block: int) -> CachedBlock:
+        content = self._cached.pop(block)
+        del self._by_digest[content.digest]
+        return content

@@ -6,36 +6,123 @@ import logging
 from typing import TYPE_CHECKING
 
 from qwen3_asgi.errors import GenerationFailed
-from qwen3_asgi.scheduler.events import Finish, FinishReason
-from qwen3_asgi.scheduler.prefix import root_digest
+from qwen3_asgi.scheduler.events import Event, Finish, FinishReason
+from qwen3_asgi.scheduler.plan import Row, SampleSpec
+from qwen3_asgi.scheduler.prefix import extend_digests
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from qwen3_asgi.scheduler.blocks import BlockPool
-    from qwen3_asgi.scheduler.plan import Row, SampledToken
+    from qwen3_asgi.scheduler.plan import RequestId, SampledToken
     from qwen3_asgi.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 
+_new = tuple.__new__
+
+
+def apply_decoded(
+    requests: Iterable[Request],
+    tokens: Mapping[RequestId, SampledToken],
+    now: float,
+    pool: BlockPool,
+    events: list[Event],
+    growing: list[Request],
+    intervals: dict[float, int],
+) -> list[tuple[Request, SampledToken | None]]:
+    """Apply a decode step's tokens, and write each request's next row into its `row`.
+
+    The one loop of the scheduler that runs for every token, so it does little and makes nothing but
+    the event: `Event(…)` would cost as much as all the rest. Tokens that may end their request, and
+    requests that got none, are returned for a closer look. `growing` gets those who need a block
+    before their next step; `intervals` counts the seconds since the token before.
+    """
+    odd: list[tuple[Request, SampledToken | None]] = []
+    get, emit = tokens.get, events.append
+    before: float | None = None
+    count = 0
+    for request in requests:
+        token = get(request.id)
+        row = request.row
+        if token is None or row is None or row.sample is None:
+            odd.append((request, None))
+            continue
+        token_id = token[0]
+        ids = request.token_ids
+        ids.append(token_id)
+        length = len(ids)
+        row.start = request.num_computed = length - 1
+        row.token_ids[0] = token_id
+        row.sample.position += 1
+        if length > request.commit_at:
+            commit_full(request, pool)
+        if length > request.capacity:
+            growing.append(request)
+        if request.last_token_at != before:
+            if before is not None:
+                intervals[now - before] = intervals.get(now - before, 0) + count
+            before, count = request.last_token_at, 0
+        count += 1
+        request.last_token_at = now
+        if request.watched or length >= request.end_len or token_id in request.end_token_ids:
+            odd.append((request, token))
+        else:
+            emit(_new(Event, (request.id, token, None)))
+    if before is not None:
+        intervals[now - before] = intervals.get(now - before, 0) + count
+    return odd
+
 
 def advance(request: Request, row: Row, pool: BlockPool) -> None:
     """The row's tokens are in the KV cache now: move the cursor, share the blocks that got full."""
-    computed = row.start + len(row.token_ids)
-    request.num_computed = computed
-    request.forwarded_tokens += len(row.token_ids)
+    request.num_computed = row.start + len(row.token_ids)
+    if request.num_computed >= request.commit_at:
+        commit_full(request, pool)
+
+
+def commit_full(request: Request, pool: BlockPool) -> None:
+    """Offer the blocks that are full now to the prefix cache."""
     size = pool.block_size
-    digests = request.block_digests
-    while (len(digests) + 1) * size <= computed:
-        index = len(digests)
-        parent = digests[-1] if digests else root_digest(request.cache_salt)
+    full = request.num_computed // size
+    extend_digests(request.digests, request.cache_root, request.token_ids, size, full)
+    for index in range(request.num_committed, full):
+        parent = request.digests[index - 1] if index else request.cache_root
         tokens = request.token_ids[index * size : (index + 1) * size]
-        digests.append(pool.commit(request.blocks[index], parent, tokens))
+        pool.commit(request.blocks[index], request.digests[index], parent, tokens)
+    request.num_committed = full
+    request.commit_at = (full + 1) * size
 
 
-def append_token(request: Request, token: SampledToken) -> Finish | None:
-    """Add a sampled token; returns the `Finish` if it ends the request."""
-    request.token_ids.append(token.token_id)
+def begin_decoding(request: Request) -> None:
+    """After the first token: the row that all further steps write over."""
+    request.row = Row(
+        request_id=request.id,
+        kind="decode",
+        token_ids=request.token_ids[-1:],
+        start=len(request.token_ids) - 1,
+        block_table=request.blocks,
+        sample=sample_spec(request),
+        adapter=request.adapter,
+    )
+
+
+def sample_spec(request: Request) -> SampleSpec:
+    position = request.num_output_tokens
+    banned: tuple[int, ...] = ()
+    if position < request.min_tokens:
+        banned = tuple(sorted(request.end_token_ids))
+    return SampleSpec(request.sampling, position, banned)
+
+
+def check_end(request: Request, token: SampledToken) -> Finish | None:
+    """Whether the request ends with its last token, which was appended already."""
     token_id = token.token_id
     output = request.num_output_tokens
+    row = request.row
+    if output >= request.min_tokens and row is not None and row.sample is not None:
+        row.sample.banned_token_ids = ()
+        request.watched = request.stop_check is not None
     if output > request.min_tokens:
         if token_id in request.eos_token_ids:
             return finish(request, "stop", stop_token=token_id)
@@ -50,7 +137,7 @@ def append_token(request: Request, token: SampledToken) -> Finish | None:
             return finish(request, "error", error=failure)
         if matched is not None:
             return finish(request, "stop", stop_reason=matched)
-    if request.max_tokens is not None and output >= request.max_tokens:
+    if len(request.token_ids) >= request.end_len:
         return finish(request, "length")
     return None
 
@@ -65,11 +152,11 @@ def finish(
 ) -> Finish:
     """The terminal value of a request as it stands."""
     return Finish(
-        reason=reason,
-        prompt_tokens=request.prompt_len,
-        cached_tokens=request.cached_tokens,
-        completion_tokens=request.num_output_tokens,
-        stop_reason=stop_reason,
-        stop_token=stop_token,
-        error=error,
+        reason,
+        request.prompt_len,
+        request.cached_tokens,
+        len(request.token_ids) - request.prompt_len,
+        stop_reason,
+        stop_token,
+        error,
     )

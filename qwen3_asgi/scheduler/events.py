@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from qwen3_asgi.scheduler.load import LoadSnapshot
     from qwen3_asgi.scheduler.plan import RequestId, SampledToken, StepPlan
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(NamedTuple):
     """The terminal event's content. `error` is set when `reason` is "error" (or a refusal).
 
     `stop_reason` is the stop token id or stop string that matched; None for eos, length, abort.
@@ -33,8 +31,7 @@ class Finish:
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One request's news of one step: a token, its end, or both."""
 
     request_id: RequestId
@@ -74,8 +71,11 @@ class SchedulerObserver(Protocol):
         """A running request gave its blocks back and returned to `deferred`."""
         ...
 
-    def on_token(self, request: Request, seconds: float, *, first: bool) -> None:
-        """A token was generated, `seconds` after the arrival (first) or the token before."""
+    def on_tokens(
+        self, first: Sequence[tuple[Request, float]], intervals: Mapping[float, int]
+    ) -> None:
+        """A step's tokens: first ones, each with the seconds since its request's arrival, and for
+        all others how many came how many seconds after the token before."""
         ...
 
     def on_cancel(self, request: Request, state: State, wasted_tokens: int) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
+from qwen3_asgi.scheduler.control import Control
+
 if TYPE_CHECKING:
     from qwen3_asgi.scheduler.plan import RequestId
     from qwen3_asgi.scheduler.request import Request
@@ -39,14 +41,18 @@ class ClearPrefixCache:
     """Forget every prefix that no live request holds."""
 
 
-Command = Submit | Wake | Stop | ClearPrefixCache
+Command = Submit | Control | Wake | Stop | ClearPrefixCache
 
 
 class Cancelled(NamedTuple):
-    """An entry of the cancel inbox: the id, and what had been forwarded for it by then."""
+    """An entry of the cancel inbox: the id, and what had been forwarded for it by then.
+
+    With an `error` it is not its owner who gave it up: it is too late.
+    """
 
     request_id: RequestId
     forwarded_tokens: int
+    error: Exception | None = None
 
 
 class Inbox:
@@ -73,9 +79,16 @@ class Inbox:
         except Empty:
             return commands
 
-    def wait_command(self) -> Command:
-        """Park until a command arrives."""
-        return self._commands.get()
+    def wait_command(self, seconds: float | None = None) -> Command:
+        """Park until a command arrives, or until so many seconds have passed."""
+        try:
+            return self._commands.get(timeout=seconds)
+        except Empty:
+            return _WAKE
+
+    def wake(self) -> None:
+        """Something other than a command is to be looked at."""
+        self._commands.put(_WAKE)
 
     def take_cancelled(self) -> list[Cancelled]:
         """The cancels that have arrived, each exactly once."""

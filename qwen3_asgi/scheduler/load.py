@@ -12,16 +12,23 @@ class LoadSnapshot:
     `num_running` counts prefilling, in-flight and active requests, `num_waiting` the deferred,
     loading and held-back ones. `kv_used_blocks` are referenced by a live request;
     `kv_cached_blocks` hold a reusable prefix that no live request references.
+    `num_loading` and `num_held` are those of the waiting that wait for a copy of their prefix, or
+    behind a control command. `waiting_tokens` are the tokens that the waiting have to forward, as
+    far as known. `finish_rate` is in requests per second.
     `iteration` and `step` count scheduler iterations and forward passes since the start.
     """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_loading: int = 0
+    num_held: int = 0
+    waiting_tokens: int = 0
     kv_used_blocks: int = 0
     kv_cached_blocks: int = 0
     kv_total_blocks: int = 0
     iteration: int = 0
     step: int = 0
+    finish_rate: float = 0.0
 
     @property
     def kv_usage(self) -> float:

@@ -1,7 +1,8 @@
 """The scheduler: one thread that owns all request state and drives the executor.
 
 Any thread submits and cancels; `iterate` is one turn of the loop, in the order that the design
-fixes: drain, sweep, publish load, then park or admit, plan, execute, resolve, deliver.
+fixes: poll, drain, sweep, publish load, then reclaim and prefetch, control, park or admit, plan,
+execute, resolve, deliver.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from qwen3_asgi.errors import EngineDead, GenerationCancelled, GenerationFailed, InvalidRequest
-from qwen3_asgi.scheduler.admission import admit, give_back, grow_active
+from qwen3_asgi.errors import EngineDead, GenerationCancelled, GenerationTimeout
+from qwen3_asgi.scheduler.admission import Admission
+from qwen3_asgi.scheduler.arrivals import Arrivals
 from qwen3_asgi.scheduler.blocks import BlockPool
-from qwen3_asgi.scheduler.effects import advance, append_token, finish
-from qwen3_asgi.scheduler.events import Event, EventSink, Finish, FinishReason, SchedulerObserver
+from qwen3_asgi.scheduler.control import Control, Controls
+from qwen3_asgi.scheduler.deadlines import Deadlines
+from qwen3_asgi.scheduler.effects import finish
+from qwen3_asgi.scheduler.endings import Endings
+from qwen3_asgi.scheduler.events import Event, EventSink, FinishReason, SchedulerObserver
 from qwen3_asgi.scheduler.inbox import (
     Cancelled,
     ClearPrefixCache,
@@ -25,18 +30,24 @@ from qwen3_asgi.scheduler.inbox import (
     Submit,
     Wake,
 )
+from qwen3_asgi.scheduler.lanes import ThreadLanes
 from qwen3_asgi.scheduler.load import LoadSnapshot
+from qwen3_asgi.scheduler.loading import Loading
 from qwen3_asgi.scheduler.observer import GuardedObserver
-from qwen3_asgi.scheduler.plan import RequestId, Row, StepPlan, StepResult
-from qwen3_asgi.scheduler.planner import plan_step
+from qwen3_asgi.scheduler.pace import Pace
+from qwen3_asgi.scheduler.plan import RequestId
 from qwen3_asgi.scheduler.queues import QueueTable
-from qwen3_asgi.scheduler.request import Limits, Request, State, check_fits
+from qwen3_asgi.scheduler.request import Limits, Request, State
+from qwen3_asgi.scheduler.steps import Steps
 from qwen3_asgi.scheduler.sweep import collect
+from qwen3_asgi.scheduler.tiers import TierIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from qwen3_asgi.scheduler.executor import ModelExecutor
+    from qwen3_asgi.scheduler.lanes import Lane, Lanes
+    from qwen3_asgi.scheduler.steps import Step
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +56,13 @@ class Scheduler:
     """Queues, KV block tables and the loop of one engine.
 
     Args:
-        executor: runs the steps; touched by the scheduler thread only.
+        executor: runs the steps; touched by the scheduler thread only, and by its lanes.
         sink: takes each step's events.
         max_batch: most running requests.
         max_prefill_tokens: most prompt tokens in one step.
         prefix_cache: share full blocks between equal prefixes.
+        overlap: run prefill beside decode, on threads; given `Lanes` instead of true, on those.
+        max_failures: so many failed steps in a row end the loop.
         observer: takes measurements.
         clock: monotonic seconds.
         trace: called with the name of each phase as it begins; for tests and timelines.
@@ -63,6 +76,8 @@ class Scheduler:
         max_batch: int = 32,
         max_prefill_tokens: int = 512,
         prefix_cache: bool = True,
+        overlap: bool | Lanes = False,
+        max_failures: int = 8,
         observer: SchedulerObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
         trace: Callable[[str], None] | None = None,
@@ -75,7 +90,6 @@ class Scheduler:
             max_prefill_tokens=max_prefill_tokens,
         )
         self.clock = clock
-        self._executor = executor
         self._sink = sink
         self._observer = GuardedObserver(observer)
         self._trace = trace
@@ -87,15 +101,52 @@ class Scheduler:
         self._ended_by: EngineDead | GenerationCancelled | None = None
         # Owned by the scheduler thread.
         self._queues = QueueTable()
+        tiers = executor.tiers if prefix_cache else None
+        index = None if tiers is None else TierIndex(tiers)
         self._pool = BlockPool(
-            executor.num_kv_blocks, executor.block_size, prefix_cache=prefix_cache
+            executor.num_kv_blocks,
+            executor.block_size,
+            prefix_cache=prefix_cache,
+            on_evict=None if index is None else index.store,
         )
+        self._loading = None if index is None else Loading(index, self._queues, self._pool)
+        self._controls = Controls(executor, self._queues)
+        self._deadlines = Deadlines()
+        self._pace = Pace(clock)
+        self._admission = Admission(
+            self._queues,
+            self._pool,
+            self.limits,
+            None if self._loading is None else self._loading.last_offer,
+        )
+        self._endings = Endings(self._queues, self._pool, executor, self._observer, self._loading)
+        self._arrivals = Arrivals(
+            self._queues,
+            self.limits,
+            self._controls,
+            self._deadlines,
+            self._loading,
+            self._endings,
+        )
+        lanes = ThreadLanes(executor, self._inbox.wake) if overlap is True else overlap or None
+        self._steps = Steps(
+            executor,
+            lanes,
+            self._queues,
+            self._pool,
+            self.limits,
+            self._admission,
+            self._endings,
+            self._observer,
+            clock,
+            max_failures,
+        )
+        if tiers is not None:
+            executor.on_landed(self._inbox.wake)
         self._carried_cancels: Mapping[RequestId, Cancelled] = {}
         self._arrived: deque[Command] = deque()  # taken from the inbox, not carried out yet
-        self._events: list[Event] = []
         self._stopping = False
         self._iteration = 0
-        self._step = 0
 
     # ---- any thread ----
 
@@ -105,11 +156,15 @@ class Scheduler:
         Raises:
             EngineDead: the loop has ended.
         """
-        if self._closed:
-            raise EngineDead("the scheduler has ended")
-        self._inbox.put(Submit(request))
-        if self._closed:  # the loop ended in between: nobody else would answer
-            self._refuse(self._inbox.take_commands())
+        self._put(Submit(request))
+
+    def control(self, control: Control) -> None:
+        """Hand a control command over; its future tells when it was carried out.
+
+        Raises:
+            EngineDead: the loop has ended.
+        """
+        self._put(control)
 
     def cancel(self, request_id: RequestId | str) -> None:
         """Drop a request at the top of the next iteration. Idempotent, lock-free, re-entrant."""
@@ -130,6 +185,11 @@ class Scheduler:
         """The snapshot as last published; takes no lock."""
         return self._load
 
+    @property
+    def running_since(self) -> float | None:
+        """When the step that occupies the scheduler thread was begun; None between steps."""
+        return self._steps.running_since
+
     # ---- the scheduler thread ----
 
     def run(self) -> None:
@@ -140,7 +200,8 @@ class Scheduler:
             self._close(GenerationCancelled("the engine was stopped"))
         except BaseException as error:
             logger.exception("the scheduler thread failed")
-            self._close(EngineDead(f"the scheduler thread failed: {error!r}"))
+            dead = error if isinstance(error, EngineDead) else None
+            self._close(dead or EngineDead(f"the scheduler thread failed: {error!r}"))
             raise
 
     def iterate(self, *, park: bool = False) -> bool:
@@ -150,6 +211,9 @@ class Scheduler:
         come; the next turn drains it.
         """
         self._iteration += 1
+        if self._steps.flying:
+            self._phase("poll")
+            self._steps.poll()
         self._phase("drain")
         self._drain()
         self._phase("sweep")
@@ -159,6 +223,14 @@ class Scheduler:
         self._deliver()
         if self._stopping:
             return False
+        if self._loading is not None:
+            self._phase("reclaim")
+            self._loading.reclaim()
+            self._phase("prefetch")
+            self._loading.prefetch()
+        if self._controls.num_pending:
+            self._phase("control")
+            self._arrivals.control()
         if not len(self._queues):
             if park:
                 self._phase("park")
@@ -167,15 +239,14 @@ class Scheduler:
         self._phase("admit")
         self._admit()
         self._phase("plan")
-        plan = self._plan()
+        planned = self._steps.plan()
         self._publish()  # a long prefill must not show its requests as waiting
-        self._phase("execute")
-        result = self._execute(plan)
-        self._phase("resolve")
-        self._resolve(plan, result)
-        self._publish()  # before delivery: who has seen an end sees a load without it
-        self._phase("deliver")
-        self._deliver()
+        if planned:
+            self._run(planned)
+        elif park:
+            self._wait_for_landing()
+        else:
+            self._check_progress()
         return True
 
     def check_integrity(self) -> None:
@@ -184,42 +255,48 @@ class Scheduler:
         Raises:
             RuntimeError: a block or a request is lost or counted twice.
         """
-        self._pool.check_integrity([request.blocks for request in self._queues])
+        tables = [request.blocks for request in self._queues]
+        loading = [] if self._loading is None else self._loading.held_blocks
+        self._pool.check_integrity(tables + loading)
         if sum(len(self._queues[state]) for state in State) != len(self._queues):
             raise RuntimeError("a live request is in no queue, or in two")
+        if self._loading is not None:
+            self._loading.index.check_integrity()
 
     def live_requests(self, state: State) -> list[RequestId]:
         """Ids in one queue, in order. Scheduler thread only (or a loop that is not running)."""
-        return list(self._queues[state])
+        return [request.id for request in self._queues[state]]
+
+    def _put(self, command: Command) -> None:
+        if self._closed:
+            raise self._gone()
+        self._inbox.put(command)
+        if self._closed:  # the loop ended in between: nobody else would answer
+            self._refuse(self._inbox.take_commands())
+
+    def _gone(self) -> EngineDead:
+        return EngineDead("the scheduler has ended")
 
     def _drain(self) -> None:
         self._arrived.extend(self._inbox.take_commands())
         while self._arrived:
             match self._arrived.popleft():
                 case Submit(request):
-                    self._accept(request)
+                    self._arrivals.accept(request)
+                case Control() as control:
+                    self._controls.add(control)
                 case ClearPrefixCache():
                     self._pool.clear_cache()
+                    if self._loading is not None:
+                        self._loading.index.clear()
                 case Stop():
                     self._stopping = True
                 case Wake():
                     pass
 
-    def _accept(self, request: Request) -> None:
-        try:
-            request.max_tokens = check_fits(request.prompt_len, request.max_tokens, self.limits)
-            if self._queues.get(request.id) is not None:
-                raise InvalidRequest(f"request id {request.id!r} is in use", param="request_id")
-        except InvalidRequest as error:
-            request.finished = True
-            end = finish(request, "error", error=error)
-            self._observer.on_finish(request, end)
-            self._events.append(Event(request.id, None, end))
-            return
-        self._queues.put(request, State.DEFERRED)
-
     def _sweep(self) -> None:
         arrived = self._inbox.take_cancelled()
+        arrived += self._too_late()
         if not arrived and not self._carried_cancels:
             return
         begin = self.clock()
@@ -229,126 +306,95 @@ class Scheduler:
             state = request.state
             if state is None:
                 continue
-            wasted = request.forwarded_tokens - entry.forwarded_tokens
+            if entry.error is not None:
+                self._endings.end(request, finish(request, "error", error=entry.error))
+                continue
+            wasted = max(0, request.forwarded_tokens - entry.forwarded_tokens)
             self._observer.on_cancel(request, state, wasted)
-            self._end(request, finish(request, "abort"))
+            self._endings.end(request, finish(request, "abort"))
         if sweep.due:
             self._observer.on_sweep(self.clock() - begin, len(sweep.due))
 
+    def _too_late(self) -> list[Cancelled]:
+        if not self._deadlines:
+            return []
+        error = GenerationTimeout("the request was not finished by its deadline")
+        return [
+            Cancelled(request_id, 0, error) for request_id in self._deadlines.expired(self.clock())
+        ]
+
     def _publish(self) -> None:
+        queues, pool = self._queues, self._pool
         self._load = LoadSnapshot(
-            num_running=self._queues.num_running,
-            num_waiting=self._queues.num_waiting,
-            kv_used_blocks=self._pool.used,
-            kv_cached_blocks=self._pool.cached,
-            kv_total_blocks=self._pool.num_blocks,
+            num_running=queues.num_running,
+            num_waiting=queues.num_waiting,
+            num_loading=len(queues[State.LOADING]),
+            num_held=len(queues[State.POST_CONTROL_DEFERRED]),
+            waiting_tokens=queues.waiting_tokens,
+            kv_used_blocks=pool.used,
+            kv_cached_blocks=pool.cached,
+            kv_total_blocks=pool.num_blocks,
             iteration=self._iteration,
-            step=self._step,
+            step=self._steps.number,
+            finish_rate=self._pace.rate,
         )
         self._observer.on_load(self._load)
 
     def _admit(self) -> None:
-        for request in grow_active(self._queues, self._pool):
+        for request in self._admission.grow():
             self._observer.on_preempt(request)
+            if self._loading is not None:
+                self._loading.arrived(request)
+        admitted = self._admission.admit()
+        if not admitted:
+            return
         now = self.clock()
-        for request, cached_tokens in admit(self._queues, self._pool, self.limits):
+        for request in admitted:
             if not request.admitted:
                 request.admitted = True
                 request.admitted_at = now
-                request.cached_tokens = cached_tokens
-                self._observer.on_admit(request, cached_tokens)
+                request.cached_tokens = request.num_computed
+                self._observer.on_admit(request, request.cached_tokens)
 
-    def _plan(self) -> StepPlan:
-        plan = plan_step(
-            self._step + 1,
-            self._queues[State.ACTIVE].values(),
-            self._queues[State.PREFILLING].values(),
-            self.limits.max_prefill_tokens,
-        )
-        if plan is None:
-            # With nobody running the whole pool is available and `check_fits` has passed, so the
-            # head of `deferred` is always admitted. Spinning or parking here would hang clients.
-            raise RuntimeError("live requests, but nothing to run")
-        self._step = plan.step
-        return plan
-
-    def _execute(self, plan: StepPlan) -> StepResult | GenerationFailed:
-        begin = self.clock()
-        try:
-            result = self._executor.step(plan)
-            if not isinstance(result, StepResult):
-                raise TypeError(f"the executor returned {type(result).__name__}, no StepResult")
-            return result
-        except Exception as error:
-            logger.exception("step %d failed; its %d requests end", plan.step, len(plan.rows))
-            return GenerationFailed(f"the forward pass failed: {type(error).__name__}: {error}")
-        finally:
-            self._observer.on_step(plan, self.clock() - begin)
-
-    def _resolve(self, plan: StepPlan, result: StepResult | GenerationFailed) -> None:
-        now = self.clock()
-        for row in plan.rows:
-            request = self._queues.get(row.request_id)
-            if request is None:
+    def _run(self, planned: Sequence[tuple[Lane, Step]]) -> None:
+        if self._loading is not None:
+            self._loading.index.flush()  # what is evicted must be read before a step writes there
+        self._phase("execute")
+        for lane, step in planned:
+            if self._steps.overlaps:
+                self._steps.launch(lane, step)
                 continue
-            if isinstance(result, GenerationFailed):
-                self._fail(request, result)
-            else:
-                self._resolve_row(request, row, result, now)
+            result = self._steps.execute(step)
+            self._phase("resolve")
+            self._steps.land(step, result)
+        self._publish()  # before delivery: who has seen an end sees a load without it
+        self._phase("deliver")
+        self._deliver()
 
-    def _resolve_row(self, request: Request, row: Row, result: StepResult, now: float) -> None:
-        message = result.errors.get(row.request_id)
-        if message is not None:
-            self._fail(request, GenerationFailed(message))
-            return
-        advance(request, row, self._pool)
-        if row.sample is None:
-            return
-        token = result.tokens.get(row.request_id)
-        if token is None:
-            self._fail(request, GenerationFailed("the executor returned no token"))
-            return
-        if request.state is State.PREFILLING:
-            self._queues.put(request, State.ACTIVE)
-        end = append_token(request, token)
-        first = request.first_token_at is None
-        since = request.arrival if request.last_token_at is None else request.last_token_at
-        if first:
-            request.first_token_at = now
-        request.last_token_at = now
-        self._observer.on_token(request, now - since, first=first)
-        if end is None:
-            self._events.append(Event(request.id, token, None))
-        else:
-            self._end(request, end, Event(request.id, token, end))
+    def _wait_for_landing(self) -> None:
+        """Nothing can be begun before something has landed, or a command has come."""
+        self._check_progress()
+        self._phase("park")
+        deadline = self._deadlines.next(self._queues)
+        seconds = None if deadline is None else max(0.0, deadline - self.clock())
+        self._arrived.append(self._inbox.wait_command(seconds))
 
-    def _fail(self, request: Request, error: GenerationFailed) -> None:
-        # What a failed step wrote is not to be trusted, so it must not serve anybody's prefix.
-        self._pool.discard(request.blocks)
-        request.blocks = []
-        self._end(request, finish(request, "error", error=error))
-
-    def _end(self, request: Request, end: Finish, event: Event | None = None) -> None:
-        """The one way out: release everything, then queue the one terminal event."""
-        if request.finished:
+    def _check_progress(self) -> None:
+        if self._steps.flying:
             return
-        request.finished = True
-        self._queues.remove(request)
-        try:
-            if request.admitted:
-                self._executor.drop_request(request.id)
-        except Exception:
-            logger.exception("dropping request %s failed in the executor", request.id)
-        finally:  # also when the executor ends the loop: nobody else knows this request any more
-            give_back(request, self._pool)
-            self._events.append(event or Event(request.id, None, end))
-        self._observer.on_finish(request, end)
+        if self._loading is not None and self._loading.busy:
+            return
+        # With nobody running the whole pool is available and `check_fits` has passed, so the
+        # head of `deferred` is always admitted. Spinning or parking here would hang clients.
+        raise RuntimeError("live requests, but nothing to run")
 
     def _deliver(self) -> None:
-        if not self._events:
-            return
-        events, self._events = self._events, []
-        self._send(events)
+        endings = self._endings
+        self._pace.note(endings.num_finished)
+        endings.num_finished = 0
+        if endings.events:
+            events, endings.events = endings.events, []
+            self._send(events)
 
     def _send(self, events: Sequence[Event]) -> None:
         try:
@@ -359,21 +405,25 @@ class Scheduler:
     def _close(self, error: EngineDead | GenerationCancelled) -> None:
         self._ended_by = error
         self._closed = True
+        self._steps.close()
         reason: FinishReason = "error" if isinstance(error, EngineDead) else "abort"
         for request in list(self._queues):
-            self._end(request, finish(request, reason, error=error))
+            self._endings.end(request, finish(request, reason, error=error))
+        self._controls.refuse(self._gone())
         self._refuse([*self._arrived, *self._inbox.take_commands()])
         self._publish()
         self._deliver()
 
     def _refuse(self, commands: Iterable[Command]) -> None:
-        """End requests that nobody will run. After the end, on the thread of a late submitter."""
+        """Answer what nobody will carry out. After the end, on the thread of a late submitter."""
         for command in commands:
             if isinstance(command, Submit):
                 request = command.request
                 end = finish(request, "abort", error=self._ended_by)
                 self._observer.on_finish(request, end)
                 self._send([Event(request.id, None, end)])
+            elif isinstance(command, Control):
+                command.refuse(self._gone())
 
     def _phase(self, name: str) -> None:
         if self._trace is not None:

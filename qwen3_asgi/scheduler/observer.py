@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, ParamSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from qwen3_asgi.scheduler.events import Finish, SchedulerObserver
     from qwen3_asgi.scheduler.load import LoadSnapshot
@@ -43,9 +43,11 @@ class GuardedObserver:
         if self._observer is not None:
             _guard(self._observer.on_preempt, request)
 
-    def on_token(self, request: Request, seconds: float, *, first: bool) -> None:
+    def on_tokens(
+        self, first: Sequence[tuple[Request, float]], intervals: Mapping[float, int]
+    ) -> None:
         if self._observer is not None:
-            _guard(self._observer.on_token, request, seconds, first=first)
+            _guard(self._observer.on_tokens, first, intervals)
 
     def on_cancel(self, request: Request, state: State, wasted_tokens: int) -> None:
         if self._observer is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, NewType
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 RequestId = NewType("RequestId", str)
 BlockId = NewType("BlockId", int)
@@ -35,7 +35,7 @@ class Sampling:
     logprobs: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class SampleSpec:
     """Sample one token from the logits after the row's last token.
 
@@ -48,23 +48,26 @@ class SampleSpec:
     banned_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
     """One request's part of a step.
 
     `token_ids` (length T >= 1) stand at positions `start … start+T-1`; the KV of positions
     `0 … start-1` is already in the blocks. Position p lives in slot
     `block_table[p // block_size] * block_size + p % block_size`; `block_table` covers at least
-    `start + T` positions and is valid until the step returns. `sample` is None for a prefill chunk
-    that is not the prompt's last.
+    `start + T` positions. `sample` is None for a prefill chunk that is not the prompt's last.
+    `adapter` is the LoRA adapter's name, None for the base model.
+
+    Valid until the step has landed: the scheduler then writes the request's next row into it.
     """
 
     request_id: RequestId
     kind: RowKind
-    token_ids: Sequence[int]
+    token_ids: list[int]
     start: int
-    block_table: Sequence[int]
+    block_table: list[int]
     sample: SampleSpec | None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,8 @@ class StepPlan:
 
     @property
     def kind(self) -> Literal["prefill", "decode", "mixed"]:
-        kinds = {row.kind for row in self.rows}
-        return "mixed" if len(kinds) > 1 else next(iter(kinds))
+        first, last = self.rows[0].kind, self.rows[-1].kind
+        return first if first == last else "mixed"
 
 
 class SampledToken(NamedTuple):

@@ -1,56 +1,57 @@
 """Queues in, `StepPlan` out: decode rows for all active requests, then prefill chunks in order.
 
-A pure function: the blocks were reserved before (`admission`), nothing is changed here.
+The blocks were reserved before (`admission`), nothing is changed here.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qwen3_asgi.scheduler.plan import Row, RowKind, SampleSpec, StepPlan
+from qwen3_asgi.scheduler.effects import sample_spec
+from qwen3_asgi.scheduler.plan import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from qwen3_asgi.scheduler.request import Request
 
 
-def plan_step(
-    step: int, active: Iterable[Request], prefilling: Iterable[Request], max_prefill_tokens: int
-) -> StepPlan | None:
-    """The next step, or None if nothing is admitted.
+def decoding(active: Iterable[Request], growing: Collection[Request]) -> list[Request]:
+    """Who decodes in the next step: all but those that have no slot for their next token."""
+    if not growing:
+        return list(active)
+    return [request for request in active if len(request.token_ids) <= request.capacity]
 
-    `max_prefill_tokens` bounds the prompt tokens of the step, so that a long prompt cannot hold up
-    the tokens of those who decode for longer than one chunk.
+
+def prefill_rows(
+    prefilling: Iterable[Request], max_prefill_tokens: int
+) -> list[tuple[Request, Row]]:
+    """Chunks in order of admission, of at most `max_prefill_tokens` tokens together.
+
+    That bound is also the most that a long prompt can hold up the tokens of those who decode.
     """
-    rows = [_row(request, "decode", 1) for request in active]
+    rows: list[tuple[Request, Row]] = []
     budget = max_prefill_tokens
     for request in prefilling:
         if budget <= 0:
             break
+        if request.riding:
+            continue
         size = min(request.remaining_tokens, budget)
-        rows.append(_row(request, "prefill", size))
+        rows.append((request, _prefill_row(request, size)))
         budget -= size
-    return StepPlan(step, tuple(rows)) if rows else None
+    return rows
 
 
-def _row(request: Request, kind: RowKind, size: int) -> Row:
+def _prefill_row(request: Request, size: int) -> Row:
     start = request.num_computed
     end = start + size
-    last = end == len(request.token_ids)
     return Row(
         request_id=request.id,
-        kind=kind,
+        kind="prefill",
         token_ids=request.token_ids[start:end],
         start=start,
         block_table=request.blocks,
-        sample=_sample_spec(request) if last else None,
+        sample=sample_spec(request) if end == len(request.token_ids) else None,
+        adapter=request.adapter,
     )
-
-
-def _sample_spec(request: Request) -> SampleSpec:
-    position = request.num_output_tokens
-    banned: tuple[int, ...] = ()
-    if position < request.min_tokens:
-        banned = tuple(sorted(request.eos_token_ids | request.stop_token_ids))
-    return SampleSpec(request.sampling, position, banned)

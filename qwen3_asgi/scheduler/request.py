@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from qwen3_asgi.errors import ContextLengthExceeded, InvalidRequest
-from qwen3_asgi.scheduler.plan import RequestId, Sampling
+from qwen3_asgi.scheduler.plan import RequestId, Row, Sampling
+
+if TYPE_CHECKING:
+    from qwen3_asgi.scheduler.loading import Load
 
 # Returns the stop string that the output now contains, or None. Called with each new token.
 StopCheck = Callable[[int], str | None]
@@ -61,32 +65,55 @@ class Request:
         stop_check: called with each token on the scheduler thread; see `StopCheck`.
         cache_salt: prefix-cache blocks are shared only between requests with the same salt.
         arrival: when it arrived, on the scheduler's clock, in seconds.
+        adapter: name of the LoRA adapter it runs with; None is the base model.
+        priority: the lower, the sooner admitted and the later preempted; arrival decides ties.
+        deadline: on the scheduler's clock; it ends with `GenerationTimeout` then.
+        fork_of: shares this request's prompt, and its prefill with it. Cancelling that one cancels
+            this one, too. Submit it after that one.
     """
 
     __slots__ = (
+        "adapter",
+        "admission",
         "admitted",
         "admitted_at",
         "arrival",
-        "block_digests",
         "blocks",
+        "cache_root",
         "cache_salt",
         "cached_tokens",
+        "capacity",
+        "commit_at",
+        "controls_before",
+        "deadline",
+        "digests",
+        "end_len",
+        "end_token_ids",
         "eos_token_ids",
         "finished",
         "first_token_at",
-        "forwarded_tokens",
+        "fork_of",
+        "forks",
         "id",
         "last_token_at",
+        "load",
         "max_tokens",
         "min_tokens",
+        "num_committed",
         "num_computed",
         "num_preemptions",
+        "offered_to_tiers",
+        "priority",
         "prompt_len",
+        "riding",
+        "row",
         "sampling",
         "state",
         "stop_check",
         "stop_token_ids",
         "token_ids",
+        "unforwarded",
+        "watched",
     )
 
     def __init__(
@@ -102,6 +129,10 @@ class Request:
         stop_check: StopCheck | None = None,
         cache_salt: str = "",
         arrival: float = 0.0,
+        adapter: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        fork_of: Request | None = None,
     ) -> None:
         self.id = RequestId(request_id)
         self.prompt_len = len(prompt_token_ids)
@@ -110,22 +141,42 @@ class Request:
         self.min_tokens = min_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
         self.stop_token_ids = frozenset(stop_token_ids)
+        self.end_token_ids = self.eos_token_ids | self.stop_token_ids
         self.stop_check = stop_check
         self.cache_salt = cache_salt
         self.arrival = arrival
+        self.adapter = adapter
+        self.priority = priority
+        self.deadline = deadline
+        self.fork_of = fork_of
         # ---- owned by the scheduler thread from here on ----
+        self.forks: list[Request] = []
+        self.riding = False  # in `prefilling`, while the request that it forks prefills for both
+        # Whether each token needs a closer look: a stop check, or stop tokens still banned.
+        self.watched = stop_check is not None or min_tokens > 0
         self.state: State | None = None
         self.finished = False
+        # The prompt, then the output. All but the last few are in the KV cache (`num_computed`).
         self.token_ids: list[int] = list(prompt_token_ids)
+        self.end_len = self.prompt_len + (max_tokens or 0)
         self.num_computed = 0
+        # Tokens of `num_computed` that were found and not forwarded, less those forwarded before a
+        # preemption; `Scheduler.cancel` reads it from any thread: a stale int is all it may get.
+        self.unforwarded = 0
         self.blocks: list[int] = []
-        self.block_digests: list[bytes] = []
+        self.capacity = 0  # tokens that `blocks` can hold
+        self.num_committed = 0  # full blocks that were offered to the prefix cache
+        self.commit_at = 0  # `num_computed` at which the next one is full
+        self.cache_root = b""
+        self.digests: list[bytes] = []  # addresses of the first full blocks; tokens never change
         self.cached_tokens = 0
+        self.row: Row | None = None
+        self.load: Load | None = None
+        self.offered_to_tiers = False
+        self.controls_before = 0
+        self.admission = 0  # counts admissions: the greater, the younger
         self.admitted = False
         self.num_preemptions = 0
-        # Tokens forwarded for this request so far. Written at the end of a step by the scheduler
-        # thread; `Scheduler.cancel` reads it from any thread: a stale int is all it may get.
-        self.forwarded_tokens = 0
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -138,6 +189,11 @@ class Request:
     def remaining_tokens(self) -> int:
         """Tokens that must be forwarded before the next one can be sampled."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def forwarded_tokens(self) -> int:
+        """Tokens forwarded for this request so far, twice if it was preempted in between."""
+        return self.num_computed - self.unforwarded
 
 
 def check_fits(

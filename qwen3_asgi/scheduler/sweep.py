@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qwen3_asgi.scheduler.inbox import Cancelled
 from qwen3_asgi.scheduler.queues import SWEPT_STATES, QueueTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from qwen3_asgi.scheduler.inbox import Cancelled
     from qwen3_asgi.scheduler.plan import RequestId
     from qwen3_asgi.scheduler.request import Request
 
@@ -41,15 +41,23 @@ def collect(
     for entry in arrived:
         entries.setdefault(entry.request_id, entry)
         fresh.add(entry.request_id)
-    due = []
+    due: list[tuple[Request, Cancelled]] = []
     keep: dict[RequestId, Cancelled] = {}
-    for request_id, entry in entries.items():
+    look = list(entries.items())
+    for request_id, entry in look:
         request = queues.get(request_id)
         if request is None:
             if request_id in fresh:
                 keep[request_id] = entry
-        elif request.state in SWEPT_STATES:
+            continue
+        if request.state in SWEPT_STATES:
             due.append((request, entry))
         else:
             keep[request_id] = entry
+        if request.forks:  # they go with it
+            look += [
+                (fork.id, Cancelled(fork.id, fork.forwarded_tokens, entry.error))
+                for fork in request.forks
+                if fork.state is not None and fork.id not in entries
+            ]
     return Sweep(tuple(due), keep)

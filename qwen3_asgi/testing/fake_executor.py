@@ -15,6 +15,8 @@ from qwen3_asgi.scheduler.plan import RequestId, Row, SampledToken, StepPlan, St
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from qwen3_asgi.scheduler.executor import KVTiers
+
 
 _SEED = 1469598103934665603
 
@@ -93,6 +95,8 @@ class FakeExecutor:
         self.on_drop: Callable[[RequestId], None] | None = None
         self.eos_after: dict[str, int] = {}
         self.row_errors: dict[str, str] = {}
+        self.adapters: dict[str, object] = {}
+        self.copied_blocks: list[tuple[int, int]] = []
         # slot -> the token prefix whose KV it holds, as a real KV cache would.
         self._slots: dict[int, _Prefix] = {}
         self._first: dict[int, _Prefix] = {}
@@ -129,6 +133,28 @@ class FakeExecutor:
             elif row.sample is not None:
                 tokens[row.request_id] = SampledToken(self._sample(row, prefix))
         return StepResult(tokens, errors)
+
+    @property
+    def tiers(self) -> KVTiers | None:
+        return None
+
+    def on_landed(self, wake: Callable[[], None]) -> None:
+        del wake
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.copied_blocks += pairs
+        size = self.block_size
+        for source, target in pairs:
+            for offset in range(size):
+                held = self._slots.get(source * size + offset)
+                if held is not None:
+                    self._slots[target * size + offset] = held
+
+    def load_adapter(self, name: str, adapter: object) -> None:
+        self.adapters[name] = adapter
+
+    def unload_adapter(self, name: str) -> None:
+        del self.adapters[name]
 
     def drop_request(self, request_id: RequestId) -> None:
         self.dropped.append(request_id)

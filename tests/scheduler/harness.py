@@ -14,7 +14,7 @@ from qwen3_asgi.scheduler.request import Request, State
 from qwen3_asgi.testing.fake_executor import FakeExecutor, generate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from qwen3_asgi.scheduler.events import Event, Finish
     from qwen3_asgi.scheduler.load import LoadSnapshot
@@ -65,8 +65,10 @@ class Record:
         self.preempted.append(request.id)
         self.log.append(("preempt", request.id))
 
-    def on_token(self, request: Request, seconds: float, *, first: bool) -> None:
-        self.log.append(("token", request.id))
+    def on_tokens(
+        self, first: Sequence[tuple[Request, float]], intervals: Mapping[float, int]
+    ) -> None:
+        self.log.append(("tokens", (len(first), sum(intervals.values()))))
 
     def on_cancel(self, request: Request, state: State, wasted_tokens: int) -> None:
         self.wasted[request.id] = wasted_tokens

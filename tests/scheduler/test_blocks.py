@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen3_asgi.scheduler import blocks as blocks_module
+from qwen3_asgi.scheduler import prefix
 from qwen3_asgi.scheduler.blocks import EVICTION_BATCH, BlockPool
 from qwen3_asgi.scheduler.prefix import block_digest, root_digest
 
@@ -22,13 +22,26 @@ def computed(pool: BlockPool, token_ids: list[int], salt: str = "") -> list[int]
     parent = root_digest(salt)
     for index in range(len(token_ids) // pool.block_size):
         start = index * pool.block_size
-        parent = pool.commit(blocks[index], parent, token_ids[start : start + pool.block_size])
+        parent = commit(pool, blocks[index], parent, token_ids[start : start + pool.block_size])
     return blocks
+
+
+def commit(pool: BlockPool, block: int, parent: bytes, token_ids: list[int]) -> bytes:
+    digest = prefix.block_digest(parent, token_ids)
+    pool.commit(block, digest, parent, token_ids)
+    return digest
+
+
+def match(pool: BlockPool, token_ids: list[int], salt: str = "") -> list[int]:
+    root, digests = root_digest(salt), list[bytes]()
+    full = (len(token_ids) - 1) // pool.block_size
+    prefix.extend_digests(digests, root, token_ids, pool.block_size, full)
+    return pool.match(token_ids, digests, root)
 
 
 def matched(pool: BlockPool, token_ids: list[int], salt: str = "") -> list[int]:
     """What `match` finds, given back at once."""
-    blocks, _ = pool.match(token_ids, salt)
+    blocks = match(pool, token_ids, salt)
     pool.release(blocks)
     return blocks
 
@@ -82,9 +95,8 @@ def test_full_block_is_found_again_after_its_release() -> None:
 def test_block_is_shared_while_it_is_held() -> None:
     pool = BlockPool(8, SIZE)
     blocks = computed(pool, [1, 2, 3])
-    shared, digests = pool.match([1, 2, 9], "")
+    shared = match(pool, [1, 2, 9])
     assert shared == blocks[:1]
-    assert digests == [block_digest(root_digest(""), [1, 2])]
     assert pool.references(blocks[0]) == 2
     pool.check_integrity([blocks, shared])
 
@@ -113,7 +125,7 @@ def test_different_salts_never_share() -> None:
 
 
 def test_tokens_are_compared_even_when_the_digests_collide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks_module, "block_digest", lambda parent, token_ids: b"same")
+    monkeypatch.setattr(prefix, "block_digest", lambda parent, token_ids: b"same")
     pool = BlockPool(8, SIZE)
     first, second = computed(pool, [1, 2, 3]), computed(pool, [7, 8, 9])
     assert matched(pool, [1, 2, 5]) == first[:1]
@@ -126,7 +138,7 @@ def test_tokens_are_compared_even_when_the_digests_collide(monkeypatch: pytest.M
 def test_parents_are_compared_even_when_the_digests_collide(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(blocks_module, "block_digest", lambda parent, token_ids: bytes(token_ids))
+    monkeypatch.setattr(prefix, "block_digest", lambda parent, token_ids: bytes(token_ids))
     pool = BlockPool(8, SIZE)
     pool.release(computed(pool, [1, 2, 3, 4]))
     assert matched(pool, [3, 4, 5]) == []
@@ -183,9 +195,9 @@ def test_held_blocks_are_never_evicted() -> None:
 def test_discarded_blocks_are_not_shared_but_those_of_others_are() -> None:
     pool = BlockPool(8, SIZE)
     first = computed(pool, [1, 2])
-    shared, _ = pool.match([1, 2, 3, 4, 5], "")
+    shared = match(pool, [1, 2, 3, 4, 5])
     tail = pool.allocate(1, shared[-1])
-    pool.commit(tail[0], block_digest(root_digest(""), [1, 2]), [3, 4])
+    commit(pool, tail[0], block_digest(root_digest(""), [1, 2]), [3, 4])
     pool.discard(shared + tail)
     assert matched(pool, [1, 2, 3, 4, 5]) == first
     pool.check_integrity([first])
@@ -300,7 +312,7 @@ def test_pool_agrees_with_a_naive_one(
                 pool.release(table)
                 naive.release(table)
         else:
-            table, digests = pool.match(what, salt)
+            table = match(pool, what, salt)
             assert table == naive.match(what, salt)
             missing = pool.blocks_for(len(what)) - len(table)
             if missing > pool.available:
@@ -315,10 +327,12 @@ def test_pool_agrees_with_a_naive_one(
             naive.held.update(fresh)
             table += fresh
             tables.append(table)
-            for index in range(len(digests), len(what) // SIZE):
+            digests: list[bytes] = []
+            prefix.extend_digests(digests, root_digest(salt), what, SIZE, len(what) // SIZE)
+            for index in range(len(table) - len(fresh), len(digests)):
                 tokens = what[index * SIZE : (index + 1) * SIZE]
-                parent = digests[-1] if digests else root_digest(salt)
-                digests.append(pool.commit(table[index], parent, tokens))
+                parent = digests[index - 1] if index else root_digest(salt)
+                pool.commit(table[index], digests[index], parent, tokens)
                 content = (salt, tuple(what[: (index + 1) * SIZE]))
                 if content not in naive.content.values():
                     naive.content[table[index]] = content

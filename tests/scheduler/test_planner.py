@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from qwen3_asgi.scheduler.plan import Row, SampleSpec, Sampling, StepPlan
-from qwen3_asgi.scheduler.planner import plan_step
+from qwen3_asgi.scheduler.effects import begin_decoding
+from qwen3_asgi.scheduler.plan import Row, Sampling, StepPlan
+from qwen3_asgi.scheduler.planner import decoding, prefill_rows
 from qwen3_asgi.scheduler.request import Request
+from qwen3_asgi.scheduler.steps import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 # (id, length, computed) -> and rows as (id, kind, start, number of tokens, samples)
 Given = tuple[str, int, int]
@@ -19,6 +26,16 @@ def request(given: Given) -> Request:
     made.num_computed = computed
     made.blocks = list(range(-(-length // 4)))
     return made
+
+
+def plan_step(
+    step: int, active: Iterable[Request], prefilling: Iterable[Request], budget: int
+) -> StepPlan:
+    active = list(active)
+    for one in active:
+        begin_decoding(one)
+        one.capacity = len(one.token_ids)
+    return Step(step, decoding(active, []), prefill_rows(prefilling, budget)).plan
 
 
 def shape(row: Row) -> Expected:
@@ -64,19 +81,25 @@ def test_rows_of_a_step(
     active: list[Given], prefilling: list[Given], budget: int, rows: list[Expected]
 ) -> None:
     plan = plan_step(7, map(request, active), map(request, prefilling), budget)
-    assert plan is not None
     assert plan.step == 7
     assert [shape(row) for row in plan.rows] == rows
 
 
-def test_nothing_admitted_is_no_plan() -> None:
-    assert plan_step(1, [], [], 8) is None
+def test_who_has_no_slot_for_the_next_token_skips_the_step() -> None:
+    ready, short = request(("a", 5, 4)), request(("b", 5, 4))
+    ready.capacity, short.capacity = 5, 4
+    assert decoding([ready, short], [short]) == [ready]
+
+
+def test_a_fork_that_rides_on_a_prefill_has_no_row_of_its_own() -> None:
+    parent, fork = request(("p", 5, 0)), request(("f", 5, 0))
+    fork.riding = True
+    assert [row.request_id for _, row in prefill_rows([parent, fork], 64)] == ["p"]
 
 
 def test_row_carries_its_tokens_and_its_block_table() -> None:
     made = request(("p", 10, 4))
     plan = plan_step(1, [], [made], 3)
-    assert plan is not None
     (row,) = plan.rows
     assert list(row.token_ids) == [104, 105, 106]
     assert list(row.block_table) == made.blocks
@@ -85,8 +108,7 @@ def test_row_carries_its_tokens_and_its_block_table() -> None:
 def test_planning_changes_nothing() -> None:
     made = request(("p", 10, 4))
     before = {name: getattr(made, name) for name in Request.__slots__}
-    first, second = plan_step(1, [], [made], 3), plan_step(1, [], [made], 3)
-    assert first == second
+    plan_step(1, [], [made], 3)
     assert {name: getattr(made, name) for name in Request.__slots__} == before
 
 
@@ -103,8 +125,9 @@ def test_stop_tokens_are_banned_until_min_tokens(
     made.token_ids += [7] * outputs
     made.num_computed = len(made.token_ids) - 1
     plan = plan_step(1, [made], [], 8)
-    assert plan is not None
-    assert plan.rows[0].sample == SampleSpec(Sampling(), outputs, banned)
+    spec = plan.rows[0].sample
+    assert spec is not None
+    assert (spec.sampling, spec.position, spec.banned_token_ids) == (Sampling(), outputs, banned)
 
 
 @pytest.mark.parametrize(

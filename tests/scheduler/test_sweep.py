@@ -120,7 +120,7 @@ def test_each_deed_happens_in_its_phase() -> None:
         "admit": ["admit", "admit"],
         "plan": ["load"],
         "execute": ["step"],
-        "resolve": ["token", "token", "token", "load"],
+        "resolve": ["tokens", "load"],
         "deliver": ["deliver"],
     }
 
