@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from qwen3_asgi.scheduler.request import Request, State
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from qwen3_asgi.scheduler.blocks import BlockPool
     from qwen3_asgi.scheduler.executor import ModelExecutor
     from qwen3_asgi.scheduler.queues import QueueTable
@@ -58,7 +60,11 @@ def stop_riders(parent: Request, queues: QueueTable) -> None:
 
 
 def fork_riders(
-    parent: Request, queues: QueueTable, pool: BlockPool, executor: ModelExecutor
+    parent: Request,
+    queues: QueueTable,
+    pool: BlockPool,
+    executor: ModelExecutor,
+    before_write: Callable[[], None],
 ) -> None:
     """The parent's prompt is in the cache: give its riders their blocks.
 
@@ -92,6 +98,7 @@ def fork_riders(
     stop_riders(parent, queues)  # those that found no block
     try:
         if pairs:
+            before_write()
             executor.copy_blocks(pairs)
     except Exception:
         logger.exception("copying the last block for %d forks failed", len(pairs))

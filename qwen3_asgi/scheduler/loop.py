@@ -140,6 +140,7 @@ class Scheduler:
             self._observer,
             clock,
             max_failures,
+            before_write=_nothing if index is None else index.flush,
         )
         if tiers is not None:
             executor.on_landed(self._inbox.wake)
@@ -357,8 +358,6 @@ class Scheduler:
                 self._observer.on_admit(request, request.cached_tokens)
 
     def _run(self, planned: Sequence[tuple[Lane, Step]]) -> None:
-        if self._loading is not None:
-            self._loading.index.flush()  # what is evicted must be read before a step writes there
         self._phase("execute")
         for lane, step in planned:
             if self._steps.overlaps:
@@ -428,3 +427,7 @@ class Scheduler:
     def _phase(self, name: str) -> None:
         if self._trace is not None:
             self._trace(name)
+
+
+def _nothing() -> None:
+    pass

@@ -51,7 +51,10 @@ class Step:
 
 
 class Steps:
-    """Owned by the scheduler thread. `number` counts the steps begun."""
+    """Owned by the scheduler thread. `number` counts the steps begun.
+
+    `before_write` is called before anything writes to blocks: what is evicted must be read first.
+    """
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class Steps:
         observer: GuardedObserver,
         clock: Callable[[], float],
         max_failures: int,
+        before_write: Callable[[], None],
     ) -> None:
         self.number = 0
         self._executor = executor
@@ -77,6 +81,7 @@ class Steps:
         self._observer = observer
         self._clock = clock
         self._max_failures = max_failures
+        self._before_write = before_write
         self._failures = 0
         self._flying: dict[Lane, Step] = {}
         # When the step that runs on this thread was begun; for a watchdog.
@@ -122,6 +127,7 @@ class Steps:
         if self._lanes is None:
             raise RuntimeError("there are no lanes")
         self.number = step.plan.step
+        self._before_write()
         for request in step.requests():
             self._queues.put(request, State.INFLIGHT)
         self._flying[lane] = step
@@ -130,6 +136,7 @@ class Steps:
     def execute(self, step: Step) -> StepResult | Exception:
         """Run a step on this thread; `land` its result."""
         self.number = step.plan.step
+        self._before_write()
         begin = self.running_since = self._clock()
         try:
             return self._executor.step(step.plan)
@@ -225,7 +232,7 @@ class Steps:
             request.first_token_at = now
             first.append((request, now - request.arrival))
             if request.forks:
-                fork_riders(request, self._queues, self._pool, self._executor)
+                fork_riders(request, self._queues, self._pool, self._executor, self._before_write)
         elif request.last_token_at is not None:  # it was preempted in the middle of its output
             waited = now - request.last_token_at
             intervals[waited] = intervals.get(waited, 0) + 1

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from qwen3_asgi.scheduler.executor import KVTiers
+    from qwen3_asgi.testing.fake_tiers import FakeTiers
 
 
 _SEED = 1469598103934665603
@@ -39,12 +40,13 @@ class _Prefix:
     Interned by its executor, so that two slots hold the same KV exactly if they hold one object.
     """
 
-    __slots__ = ("after", "before", "length", "value")
+    __slots__ = ("after", "before", "length", "token", "value")
 
-    def __init__(self, before: _Prefix | None, token: int) -> None:
+    def __init__(self, before: _Prefix | None, token: int, adapter: int = 0) -> None:
         self.before = before
         self.length: int = 1 if before is None else before.length + 1
-        self.value: int = _fold(_SEED if before is None else before.value, token)
+        self.value: int = _fold(_SEED + adapter if before is None else before.value, token)
+        self.token = token
         self.after: dict[int, _Prefix] = {}
 
 
@@ -53,9 +55,11 @@ def next_token(prefix: Sequence[int], vocab_size: int) -> int:
     return 1 + reduce(_fold, prefix, _SEED) % (vocab_size - 1)
 
 
-def generate(prompt: Sequence[int], count: int, vocab_size: int = 1000) -> list[int]:
+def generate(
+    prompt: Sequence[int], count: int, vocab_size: int = 1000, adapter: int = 0
+) -> list[int]:
     """The `count` tokens that the fake model says after `prompt`, whatever else it runs."""
-    value = reduce(_fold, prompt, _SEED)
+    value = reduce(_fold, prompt, _SEED + adapter)
     tokens: list[int] = []
     for _ in range(count):
         tokens.append(1 + value % (vocab_size - 1))
@@ -82,7 +86,11 @@ class FakeExecutor:
         block_size: int = 4,
         max_context_tokens: int = 4096,
         vocab_size: int = 1000,
+        tiers: FakeTiers | None = None,
     ) -> None:
+        self._tiers = tiers
+        if tiers is not None:
+            tiers.read, tiers.write = self._read_block, self._write_block
         self.num_kv_blocks = num_kv_blocks
         self.block_size = block_size
         self.max_context_tokens = max_context_tokens
@@ -95,16 +103,19 @@ class FakeExecutor:
         self.on_drop: Callable[[RequestId], None] | None = None
         self.eos_after: dict[str, int] = {}
         self.row_errors: dict[str, str] = {}
-        self.adapters: dict[str, object] = {}
+        self.adapters: dict[str, int] = {}
         self.copied_blocks: list[tuple[int, int]] = []
         # slot -> the token prefix whose KV it holds, as a real KV cache would.
         self._slots: dict[int, _Prefix] = {}
-        self._first: dict[int, _Prefix] = {}
+        # The first tokens of all sequences, by the adapter (0: none) that they run with.
+        self._first: dict[tuple[int, int], _Prefix] = {}
         # What a failed step leaves behind: no sequence at all.
         self._garbage = _Prefix(None, -1)
 
     def step(self, plan: StepPlan) -> StepResult:
         self.plans += 1
+        if self._tiers is not None:
+            self._tiers.before_step()
         for row in plan.rows:
             self.rows.append(
                 RowCall(
@@ -136,21 +147,23 @@ class FakeExecutor:
 
     @property
     def tiers(self) -> KVTiers | None:
-        return None
+        return self._tiers
 
     def on_landed(self, wake: Callable[[], None]) -> None:
-        del wake
+        if self._tiers is not None:
+            self._tiers.wake = wake
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if self._tiers is not None:
+            self._tiers.before_step()
         self.copied_blocks += pairs
-        size = self.block_size
         for source, target in pairs:
-            for offset in range(size):
-                held = self._slots.get(source * size + offset)
-                if held is not None:
-                    self._slots[target * size + offset] = held
+            self._write_block(target, self._read_block(source))
 
     def load_adapter(self, name: str, adapter: object) -> None:
+        """`adapter` is a number: the tokens that it makes depend on it."""
+        if not isinstance(adapter, int):
+            raise TypeError(f"the fake adapter {name!r} must be a number, got {adapter!r}")
         self.adapters[name] = adapter
 
     def unload_adapter(self, name: str) -> None:
@@ -173,11 +186,16 @@ class FakeExecutor:
 
     def _forward(self, row: Row) -> _Prefix:
         prefix = self._verified_prefix(row)
+        adapter = self._adapter(row)
         for offset, token in enumerate(row.token_ids):
-            siblings = self._first if prefix is None else prefix.after
-            if token not in siblings:
-                siblings[token] = _Prefix(prefix, token)
-            prefix = siblings[token]
+            if prefix is None:
+                prefix = self._first.get((adapter, token))
+                if prefix is None:
+                    prefix = self._first[adapter, token] = _Prefix(None, token, adapter)
+            else:
+                if token not in prefix.after:
+                    prefix.after[token] = _Prefix(prefix, token)
+                prefix = prefix.after[token]
             self._slots[self._slot(row, row.start + offset)] = prefix
         if prefix is None or not row.token_ids:
             raise RuntimeError(f"request {row.request_id}: a row without tokens")
@@ -202,12 +220,26 @@ class FakeExecutor:
                     f"request {row.request_id}: KV at position {position} was overwritten"
                 )
             expected = expected.before
+        if self._first.get((self._adapter(row), expected.token)) is not expected:
+            raise RuntimeError(f"request {row.request_id}: the KV is of another adapter")
         return last
 
     def _spoil(self, row: Row) -> None:
         """Leave garbage where the row would have written, as a step that fails half-way does."""
         for offset in range(len(row.token_ids)):
             self._slots[self._slot(row, row.start + offset)] = self._garbage
+
+    def _adapter(self, row: Row) -> int:
+        return 0 if row.adapter is None else self.adapters[row.adapter]
+
+    def _read_block(self, block: int) -> list[_Prefix | None]:
+        size = self.block_size
+        return [self._slots.get(block * size + offset) for offset in range(size)]
+
+    def _write_block(self, block: int, held: object) -> None:
+        if isinstance(held, list):
+            for offset, prefix in enumerate(held):
+                self._slots[block * self.block_size + offset] = prefix or self._garbage
 
     def _sample(self, row: Row, prefix: _Prefix) -> int:
         spec = row.sample

@@ -5,20 +5,25 @@ Nothing here sleeps or starts a thread: tests say `submit`, `cancel`, `step`, an
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
+from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from qwen3_asgi.scheduler.control import load_adapter, unload_adapter
+from qwen3_asgi.scheduler.lanes import Landed, Lane
 from qwen3_asgi.scheduler.loop import Scheduler
 from qwen3_asgi.scheduler.request import Request, State
 from qwen3_asgi.testing.fake_executor import FakeExecutor, generate
+from qwen3_asgi.testing.fake_tiers import FakeTiers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from qwen3_asgi.scheduler.events import Event, Finish
     from qwen3_asgi.scheduler.load import LoadSnapshot
-    from qwen3_asgi.scheduler.plan import StepPlan
+    from qwen3_asgi.scheduler.plan import StepPlan, StepResult
 
 ACTIVE, PREFILLING, DEFERRED = ["a", "b"], ["p"], ["d", "e"]
 EVERYONE = [*ACTIVE, *PREFILLING, *DEFERRED]
@@ -79,6 +84,38 @@ class Record:
         self.log.append(("finish", request.id))
 
 
+class HandLanes:
+    """`Lanes` whose steps run when the test lands them, as late as can be."""
+
+    def __init__(self, executor: FakeExecutor) -> None:
+        self._executor = executor
+        self.running: dict[Lane, StepPlan] = {}
+        self._landed: list[Landed] = []
+
+    def launch(self, lane: Lane, plan: StepPlan) -> None:
+        assert lane not in self.running, "the lane is taken"
+        self.running[lane] = plan
+
+    def landed(self) -> list[Landed]:
+        landed, self._landed = self._landed, []
+        return landed
+
+    def close(self) -> list[Landed]:
+        self.land(*self.running)
+        return self.landed()
+
+    def land(self, *lanes: Lane) -> None:
+        """Let these steps end; the next iteration finds out."""
+        for lane in lanes:
+            plan = self.running.pop(lane)
+            result: StepResult | Exception
+            try:
+                result = self._executor.step(plan)
+            except Exception as error:
+                result = error
+            self._landed.append(Landed(lane, plan, result, 0.0))
+
+
 class Harness:
     """`executor`, `scheduler` and `record`, with the few verbs that tests need.
 
@@ -91,13 +128,21 @@ class Harness:
         num_kv_blocks: int = 64,
         block_size: int = 4,
         max_context_tokens: int = 4096,
+        host_slots: int = 0,
+        file_slots: int = 0,
+        overlap: bool = False,
         **settings: Any,
     ) -> None:
+        self.tiers = FakeTiers(host_slots=host_slots, file_slots=file_slots, by_hand=True)
         self.executor = FakeExecutor(
             num_kv_blocks=num_kv_blocks,
             block_size=block_size,
             max_context_tokens=max_context_tokens,
+            tiers=self.tiers if host_slots or file_slots else None,
         )
+        self.lanes = HandLanes(self.executor)
+        if overlap:
+            settings["overlap"] = self.lanes
         self.record = Record()
         ticks = count()
         settings.setdefault("clock", lambda: float(next(ticks)))
@@ -118,6 +163,16 @@ class Harness:
         self.scheduler.submit(request)
         return request
 
+    def load_adapter(self, name: str, seed: int) -> Future[None]:
+        done: Future[None] = Future()
+        self.scheduler.control(load_adapter(name, seed, f"weights {seed}", done))
+        return done
+
+    def unload_adapter(self, name: str) -> Future[None]:
+        done: Future[None] = Future()
+        self.scheduler.control(unload_adapter(name, done))
+        return done
+
     def cancel(self, *names: str) -> None:
         for name in names:
             self.scheduler.cancel(name)
@@ -132,6 +187,22 @@ class Harness:
         for _ in range(limit):
             self.step()
             if self.scheduler.load.idle:
+                self.step()
+                self.check_idle()
+                return
+        raise AssertionError(f"still busy after {limit} iterations")
+
+    def land(self) -> None:
+        """Whatever runs beside the scheduler ends."""
+        self.lanes.land(*list(self.lanes.running))
+        self.tiers.land()
+
+    def run_all(self, limit: int = 1000) -> None:
+        """`run`, and whatever runs beside the scheduler ends after each turn."""
+        for _ in range(limit):
+            self.land()
+            self.step()
+            if self.scheduler.load.idle and not self.lanes.running and not self.tiers.num_running:
                 self.step()
                 self.check_idle()
                 return
@@ -172,12 +243,13 @@ class Harness:
     def expected(self, name: str, num_tokens: int) -> list[int]:
         """What the model says after this request's prompt, were it alone."""
         request = self.requests[name]
-        return generate(request.token_ids[: request.prompt_len], num_tokens)
+        adapter = 0 if request.adapter is None else self.executor.adapters[request.adapter]
+        return generate(request.token_ids[: request.prompt_len], num_tokens, adapter=adapter)
 
 
 def prompt_of(name: str, length: int) -> list[int]:
     """A prompt that differs from every other name's in its first token already."""
-    return [sum(ord(letter) << (7 * i) for i, letter in enumerate(name)) + i for i in range(length)]
+    return [zlib.crc32(name.encode()) * 1000 + i for i in range(length)]
 
 
 def busy() -> Harness:
