@@ -189,7 +189,7 @@ class BlockPool:
         """Compare the bookkeeping with the block tables of all live requests.
 
         Raises:
-            RuntimeError: a block is lost, counted wrong, or shared without being immutable.
+            RuntimeError: a block is lost or counted wrong.
         """
         held = [0] * self.num_blocks
         for table in tables:
@@ -198,9 +198,6 @@ class BlockPool:
         if held != self._references:
             wrong = [b for b in range(self.num_blocks) if held[b] != self._references[b]]
             raise RuntimeError(f"reference counts differ from the block tables at {wrong[:8]}")
-        shared = [b for b in range(self.num_blocks) if held[b] > 1 and b not in self._cached]
-        if shared:
-            raise RuntimeError(f"mutable KV blocks are shared: {shared[:8]}")
         free = set(self._free)
         states = [
             free,

@@ -104,11 +104,17 @@ class Controls:
     def _in_use(self, control: Control) -> bool:
         """Whether a live request that came before the command depends on what it changes.
 
-        Whoever is held back came behind it: an earlier command of the same concern would be first.
+        That may also be one that is held back: behind an earlier command, just carried out.
         """
-        if control.adapter is not None:
-            return self._queues.users_of(control.adapter) > 0
-        return len(self._queues) > len(self._queues[State.POST_CONTROL_DEFERRED])
+        held = self._queues[State.POST_CONTROL_DEFERRED]
+        if control.adapter is None:
+            used = len(self._queues) > len(held)
+        else:
+            used = self._queues.users_of(control.adapter) > 0
+        return used or any(
+            request.controls_before < control.number and control.concerns(request)
+            for request in held
+        )
 
     def _apply(self, control: Control) -> None:
         if not control.done.set_running_or_notify_cancel():

@@ -58,6 +58,7 @@ class Endings:
         if request.finished:
             return
         request.finished = True
+        request.riding = False
         if request.forks:
             stop_riders(request, self._queues)
         self._queues.remove(request)

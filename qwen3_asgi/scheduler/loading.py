@@ -88,6 +88,7 @@ class Loading:
             request.offered_to_tiers = last_chance or not places
             return False
         request.offered_to_tiers = True
+        self.index.pin(places)
         blocks = pool.allocate(len(places), held[-1] if held else None)
         request.blocks = held
         ticket = self.index.load(places, blocks, contents)

@@ -232,6 +232,8 @@ class Scheduler:
         if self._controls.num_pending:
             self._phase("control")
             self._arrivals.control()
+            self._publish()  # who is refused for want of an adapter must not wait for a step
+            self._deliver()
         if not len(self._queues):
             if park:
                 self._phase("park")
@@ -254,7 +256,8 @@ class Scheduler:
         """Compare all bookkeeping; for tests and for idle moments.
 
         Raises:
-            RuntimeError: a block or a request is lost or counted twice.
+            RuntimeError: a block or a request is lost or counted twice, or a block is shared while
+                one of its owners writes to it.
         """
         tables = [request.blocks for request in self._queues]
         loading = [] if self._loading is None else self._loading.held_blocks
@@ -263,6 +266,11 @@ class Scheduler:
             raise RuntimeError("a live request is in no queue, or in two")
         if self._loading is not None:
             self._loading.index.check_integrity()
+        for request in self._queues:
+            full = request.num_computed // self._pool.block_size
+            shared = [b for b in request.blocks[full:] if self._pool.references(b) > 1]
+            if shared and request.state is not State.LOADING:
+                raise RuntimeError(f"request {request.id} writes to shared KV blocks {shared[:8]}")
 
     def live_requests(self, state: State) -> list[RequestId]:
         """Ids in one queue, in order. Scheduler thread only (or a loop that is not running)."""

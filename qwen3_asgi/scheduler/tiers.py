@@ -164,17 +164,20 @@ class TierIndex:
         if stores:
             self._begun[self._tiers.begin(stores)] = stores
 
+    def pin(self, places: Sequence[Place]) -> None:
+        """Keep these until they are loaded: making room for them may evict others."""
+        for place in places:
+            self._levels[place.level].pin(place.slot)
+
     def load(
         self, places: Sequence[Place], blocks: Sequence[int], contents: Sequence[CachedBlock]
     ) -> int:
-        """Begin copying these places into device blocks; returns the ticket."""
+        """Begin copying these places, which are pinned, into device blocks; returns the ticket."""
         self.flush()  # a block that was evicted for this must be read before it is written
         copies = [
             Copy(place, Place("device", block), content)
             for place, block, content in zip(places, blocks, contents, strict=True)
         ]
-        for copy in copies:
-            self._levels[copy.source.level].pin(copy.source.slot)
         ticket = self._tiers.begin(copies)
         self._begun[ticket] = copies
         return ticket

@@ -1,8 +1,9 @@
 """Random lives of a scheduler: everything users, clients and devices may do, in any order.
 
-`SchedulerMachine` submits, cancels (also in the middle of a step or of a drop), lets steps, rows
-and sinks fail, clears the cache, and checks the invariants I1 to I7 of the design after each rule.
-The pools are tiny, so that preemption and eviction happen all the time.
+`SchedulerMachine` submits (also forks, with adapters, with deadlines), cancels (also in the middle
+of a step or of a drop), loads and unloads adapters, lets steps, rows, copies and sinks fail, clears
+the cache, lets steps and copies land late and in any order, and checks the invariants I1 to I7 of
+the design after each rule. The pools are tiny, so that preemption and eviction happen all the time.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from qwen3_asgi.errors import ContextLengthExceeded
-from qwen3_asgi.scheduler.request import State
+from qwen3_asgi.errors import ContextLengthExceeded, GenerationTimeout, InvalidRequest
+from qwen3_asgi.scheduler.executor import Place
+from qwen3_asgi.scheduler.request import RUNNING_STATES, WAITING_STATES, State
 from qwen3_asgi.testing.fake_executor import generate
 from tests.scheduler.harness import Harness, Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from qwen3_asgi.scheduler.events import Event, Finish
     from qwen3_asgi.scheduler.plan import RequestId, StepPlan
+    from qwen3_asgi.scheduler.request import Request
 
 NUMBER_BITS = 40
 NUMBER = st.integers(0, 2**NUMBER_BITS - 1)
@@ -53,6 +57,9 @@ class Fate:
     ends: list[Finish] = field(default_factory=list)
     cancelled: bool = False
     failed: bool = False
+    seed: int | None = 0  # of its adapter; None: there is no such adapter
+    deadline: float | None = None
+    forked: bool = False
 
 
 class Injected(Exception):
@@ -85,8 +92,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batch=2 + digits.below(5),
             max_prefill_tokens=(1, 3, 8, 64)[digits.below(4)],
             prefix_cache=digits.below(8) > 0,
+            host_slots=(0, 0, 3, 8)[digits.below(4)],
+            file_slots=(0, 0, 6)[digits.below(3)],
+            overlap=digits.below(3) == 0,
+            max_failures=10**9,
             sink=self.sink,
             trace=None,
+        )
+        self.overtaking = bool(
+            self.harness.scheduler._loading or self.harness.scheduler._steps.overlaps
         )
         self.scheduler, self.executor = self.harness.scheduler, self.harness.executor
         self.executor.before_step = self.before_step
@@ -97,7 +111,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cancelled_in_hook: list[str] = []
         # Cancelled before the iteration that comes: no row of it may be forwarded any more.
         self.gone: set[str] = set()
+        # Their step was running when they were cancelled: it may still show, once.
+        self.flying: set[str] = set()
         self.step_fails = False
+        # What the adapters are, once all commands so far are carried out.
+        self.adapters: dict[str, int] = {}
+        self.held: set[str] = set()  # waited behind a command, so they have been overtaken
+        self.controls: list[Future[None]] = []
         self.num_events = self.num_rows = 0
 
     # ---- what the world does ----
@@ -105,8 +125,31 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(number=NUMBER)
     def submit(self, number: int) -> None:
         digits = Digits(number)
-        for _ in range(1 + digits.below(3)):
+        for _ in range(1 + digits.below(2)):
             self._submit(digits)
+
+    @rule(number=NUMBER)
+    def control(self, number: int) -> None:
+        digits = Digits(number)
+        name = "xy"[digits.below(2)]
+        if digits.below(3):
+            seed = 1 + digits.below(3)
+            self.controls.append(self.harness.load_adapter(name, seed))
+            self.adapters[name] = seed
+        else:
+            self.controls.append(self.harness.unload_adapter(name))
+            self.adapters.pop(name, None)
+
+    @rule(number=NUMBER)
+    def land(self, number: int) -> None:
+        """Some of what runs beside the scheduler ends."""
+        digits = Digits(number)
+        running = list(self.harness.lanes.running)
+        if running and digits.below(3):
+            self.harness.lanes.land(running[digits.below(len(running))])
+        if self.harness.tiers.num_running:
+            self.harness.tiers.land(digits.below(1 + self.harness.tiers.num_running))
+        self.iterate()
 
     @rule(number=NUMBER)
     def cancel(self, number: int) -> None:
@@ -123,17 +166,21 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.cancel_in_drop.append(name)
             case _:
                 self._cancel(name)
-                self.gone.add(name)
+                self._note_gone(name)
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
         for _ in range(times):
             self.iterate()
+            self.harness.lanes.land(*list(self.harness.lanes.running)[: times % 3])
 
     @rule(number=NUMBER)
     def trouble(self, number: int) -> None:
         digits = Digits(number)
-        match digits.below(4):
+        match digits.below(5):
+            case 4:
+                tiers = self.harness.tiers
+                tiers.broken ^= {Place("host", digits.below(4)), Place("file", digits.below(4))}
             case 0:
                 self.step_fails = digits.below(2) == 0
             case 1:
@@ -150,30 +197,72 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ---- how it is done ----
 
     def _submit(self, digits: Digits) -> None:
-        name = f"{len(self.fates):03}"
         max_tokens = MAX_TOKENS[digits.below(len(MAX_TOKENS))]
         length = 1 + digits.below(10)
         shared = 4 * digits.below(4)
         prompt = [(0 if i < shared else 100 * len(self.fates)) + i for i in range(length)]
-        eos_after = digits.below(4) if digits.below(5) == 0 else None
+        forks = (0, 0, 0, 1, 2)[digits.below(5)]
+        adapter = (None, None, None, "x", "y")[digits.below(5)]
+        salt = "s" * (digits.below(3) == 0)
+        deadline = None
+        if digits.below(8) == 0:
+            deadline = self.scheduler.clock() + digits.below(200)
+        parent: Request | None = None
+        for _ in range(1 + forks):
+            eos_after = digits.below(4) if digits.below(5) == 0 else None
+            request = self._submit_one(
+                prompt, max_tokens, adapter, salt, eos_after, deadline, parent
+            )
+            parent = parent or request
+
+    def _submit_one(
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        adapter: str | None,
+        salt: str,
+        eos_after: int | None,
+        deadline: float | None,
+        parent: Request | None,
+    ) -> Request:
+        name, length = f"{len(self.fates):03}", len(prompt)
         limit = self.scheduler.limits.max_sequence_tokens
         fits = length + (max_tokens or 1) <= limit
-        tokens = generate(prompt, limit - length if max_tokens is None else max_tokens)
+        seed = 0 if adapter is None else self.adapters.get(adapter)
+        tokens = generate(
+            prompt, limit - length if max_tokens is None else max_tokens, adapter=seed or 0
+        )
         if eos_after is not None:
             self.executor.eos_after[name] = eos_after
             tokens[eos_after:] = [EOS] * (len(tokens) > eos_after)
-        self.fates[name] = Fate(tokens, fits)
-        self.harness.submit(
+        self.fates[name] = Fate(
+            tokens, fits, seed=seed, deadline=deadline, forked=parent is not None
+        )
+        return self.harness.submit(
             name,
             prompt,
             max_tokens=max_tokens,
-            cache_salt="s" * (digits.below(3) == 0),
+            cache_salt=salt,
             eos_token_ids=[EOS],
+            adapter=adapter,
+            deadline=deadline,
+            fork_of=parent,
         )
+
+    def _note_gone(self, name: str) -> None:
+        request = self.harness.requests.get(name)
+        if request is None:
+            return
+        if request.state is State.INFLIGHT:
+            self.flying.add(name)
+        else:
+            self.gone.add(name)
 
     def _cancel(self, name: str) -> None:
         if name in self.fates:
             self.fates[name].cancelled = True
+            for fork in self.harness.requests[name].forks:
+                self.fates[fork.id].cancelled = True
         self.scheduler.cancel(name)
 
     def _cancel_in_hook(self, names: list[str]) -> None:
@@ -197,16 +286,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def iterate(self) -> None:
         self.scheduler.iterate()
         self.check()
-        self.gone.update(self.cancelled_in_hook)
-        self.cancelled_in_hook.clear()
+        while self.cancelled_in_hook:
+            self._note_gone(self.cancelled_in_hook.pop())
+        for name in [name for name in self.flying if self._has_landed(name)]:
+            self.flying.remove(name)
+            self.gone.add(name)
+
+    def _has_landed(self, name: str) -> bool:
+        return self.harness.requests[name].state is not State.INFLIGHT
 
     # ---- what must hold ----
 
     def check(self) -> None:
         self.scheduler.check_integrity()
-        waiting = self.harness.queue(State.DEFERRED)
-        running = self.harness.queue(State.ACTIVE) + self.harness.queue(State.PREFILLING)
+        queue = self.harness.queue
+        waiting = [name for state in WAITING_STATES for name in queue(state)]
+        running = [name for state in RUNNING_STATES for name in queue(state)]
         self.check_rows(running + waiting)
+        self.check_order()
         self.check_events()
         self.check_snapshot(running, waiting)
         self.check_sharing(running)
@@ -218,7 +315,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert row.request_id not in self.gone, "forwarded after its cancel"
         self.num_rows = len(rows)
         assert self.gone.isdisjoint(order), "a cancelled request outlives the sweep"
-        # I5: whoever came first is served first, whatever was cancelled, preempted or failed.
+
+    def check_order(self) -> None:
+        """I5: whoever came first is served first, whatever was cancelled, preempted or failed."""
+        if self.overtaking or any(fate.forked for fate in self.fates.values()):
+            return  # who waits for a copy or for a step is overtaken, and forks run beside
+        held = self.harness.queue(State.POST_CONTROL_DEFERRED)
+        order = [
+            name for name in self.harness.order() if name not in held and name not in self.held
+        ]
+        self.held.update(held)
         assert order == sorted(order), "somebody lost their place"
 
     def check_events(self) -> None:
@@ -238,19 +344,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         """I2: the snapshot says what is; with nobody live that is zero."""
         load, requests = self.scheduler.load, self.harness.requests
         assert (load.num_running, load.num_waiting) == (len(running), len(waiting))
-        held = {block for name in running for block in requests[name].blocks}
+        held = {block for name in running + waiting for block in requests[name].blocks}
+        for name in waiting:
+            load_of = requests[name].load
+            held.update(load_of.blocks if load_of is not None else ())
         assert load.kv_used_blocks == len(held)
         assert not any(self.fates[name].ends for name in running + waiting), "it has ended"
 
     def check_sharing(self, running: list[str]) -> None:
         """I3: a block in two tables is full, forwarded, and holds the same prefix in both."""
         size = self.executor.block_size
-        seen: dict[int, tuple[str, list[int]]] = {}
+        seen: dict[int, tuple[bytes, list[int]]] = {}
         for name in running:
             request = self.harness.requests[name]
             for index, block in enumerate(request.blocks):
                 end = (index + 1) * size
-                content = (request.cache_salt, request.token_ids[:end])
+                content = (request.cache_root, request.token_ids[:end])
                 if block in seen:
                     assert end <= request.num_computed, "a shared block is written to"
                 assert seen.setdefault(block, content) == content, "two owners"
@@ -258,13 +367,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "harness"):
             return
-        for _ in range(600):
+        for _ in range(900):
+            self.harness.land()
             self.iterate()
             if self.scheduler.load.idle and not self.cancel_in_step:
                 break
             self.cancel_in_step.clear()
+        self.harness.land()
         self.iterate()
         self.harness.check()
+        assert all(control.done() for control in self.controls), "a command was forgotten"
+        assert self.executor.adapters == self.adapters
         load = self.scheduler.load
         assert (load.num_running, load.num_waiting, load.kv_used_blocks) == (0, 0, 0)
         assert all(len(fate.ends) == 1 for fate in self.fates.values()), "no end, or two"
@@ -280,6 +393,10 @@ def check_end(fate: Fate, end: Finish) -> None:
             assert fate.cancelled
         case "error" if not fate.fits:
             assert isinstance(end.error, ContextLengthExceeded)
+        case "error" if isinstance(end.error, GenerationTimeout):
+            assert fate.deadline is not None
+        case "error" if fate.seed is None:
+            assert isinstance(end.error, InvalidRequest)
         case "error":
             assert fate.failed, f"failed by itself: {end.error}"
             assert "njected" in str(end.error)
@@ -295,6 +412,7 @@ def random_life(seed: int) -> None:
     machine = SchedulerMachine()
     machine.start(number=random.getrandbits(NUMBER_BITS))
     rules = [machine.submit, machine.submit, machine.cancel, machine.cancel, machine.trouble]
+    rules += [machine.control, machine.land]
     for _ in range(30):
         random.choice(rules)(number=random.getrandbits(NUMBER_BITS))
         machine.step(times=1 + random.getrandbits(1))

@@ -190,7 +190,7 @@ def test_a_failed_load_is_computed_instead() -> None:
 
 
 def test_loads_go_to_the_front_in_their_order() -> None:
-    harness = Harness(num_kv_blocks=40, host_slots=40, max_batch=2)
+    harness = Harness(num_kv_blocks=40, host_slots=100, max_batch=2)
     for name in ("old", "older"):
         spill(harness, name)
     harness.submit("running", 3, max_tokens=30)
