@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from qwen3_asgi.scheduler.plan import RequestId, StepPlan
     from qwen3_asgi.scheduler.request import Request
 
-NUMBER_BITS = 40
+NUMBER_BITS = 96
 NUMBER = st.integers(0, 2**NUMBER_BITS - 1)
 MAX_TOKENS = (1, 2, 4, 7, 12, None)
 EOS = 0
@@ -59,7 +59,6 @@ class Fate:
     failed: bool = False
     seed: int | None = 0  # of its adapter; None: there is no such adapter
     deadline: float | None = None
-    forked: bool = False
 
 
 class Injected(Exception):
@@ -85,6 +84,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, number: int) -> None:
         digits = Digits(number)
         self.sink = FlakySink()
+        # Without whatever lets one overtake another, so that the order can be checked.
+        self.simple = digits.below(3) == 0
         self.harness = Harness(
             num_kv_blocks=6 + digits.below(8),
             block_size=2 + digits.below(2),
@@ -92,20 +93,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batch=2 + digits.below(5),
             max_prefill_tokens=(1, 3, 8, 64)[digits.below(4)],
             prefix_cache=digits.below(8) > 0,
-            host_slots=(0, 0, 3, 8)[digits.below(4)],
-            file_slots=(0, 0, 6)[digits.below(3)],
-            overlap=digits.below(3) == 0,
+            host_slots=0 if self.simple else (0, 3, 8, 20)[digits.below(4)],
+            file_slots=0 if self.simple else (0, 0, 6)[digits.below(3)],
+            overlap=not self.simple and digits.below(2) == 0,
             max_failures=10**9,
             sink=self.sink,
             trace=None,
         )
-        self.overtaking = bool(
-            self.harness.scheduler._loading or self.harness.scheduler._steps.overlaps
-        )
         self.scheduler, self.executor = self.harness.scheduler, self.harness.executor
+        self.harness.tiers.by_hand = digits.below(2) == 0
         self.executor.before_step = self.before_step
         self.executor.on_drop = self.on_drop
         self.fates: dict[str, Fate] = {}
+        self.prompts: list[tuple[list[int], str, str | None]] = []
         self.cancel_in_step: list[str] = []
         self.cancel_in_drop: list[str] = []
         self.cancelled_in_hook: list[str] = []
@@ -159,6 +159,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         back = digits.below(8)
         names = list(self.fates)
         name = names[-1 - back] if back < len(names) else f"nobody {number}"
+        loading = self.harness.queue(State.LOADING)
+        if loading and digits.below(2):  # rare by itself
+            name = loading[0]
         match where:
             case 0:
                 self.cancel_in_step.append(name)
@@ -172,6 +175,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, times: int) -> None:
         for _ in range(times):
             self.iterate()
+            if times % 2:
+                self.harness.tiers.land(self.harness.tiers.num_running // 2)
             self.harness.lanes.land(*list(self.harness.lanes.running)[: times % 3])
 
     @rule(number=NUMBER)
@@ -201,9 +206,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         length = 1 + digits.below(10)
         shared = 4 * digits.below(4)
         prompt = [(0 if i < shared else 100 * len(self.fates)) + i for i in range(length)]
-        forks = (0, 0, 0, 1, 2)[digits.below(5)]
+        forks = 0 if self.simple else (0, 0, 0, 1, 2)[digits.below(5)]
         adapter = (None, None, None, "x", "y")[digits.below(5)]
         salt = "s" * (digits.below(3) == 0)
+        if self.prompts and digits.below(3):  # who was there before may be in a tier
+            prompt, salt, adapter = self.prompts[digits.below(len(self.prompts))]
+        self.prompts.append((prompt, salt, adapter))
         deadline = None
         if digits.below(8) == 0:
             deadline = self.scheduler.clock() + digits.below(200)
@@ -235,9 +243,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if eos_after is not None:
             self.executor.eos_after[name] = eos_after
             tokens[eos_after:] = [EOS] * (len(tokens) > eos_after)
-        self.fates[name] = Fate(
-            tokens, fits, seed=seed, deadline=deadline, forked=parent is not None
-        )
+        self.fates[name] = Fate(tokens, fits, seed=seed, deadline=deadline)
         return self.harness.submit(
             name,
             prompt,
@@ -318,8 +324,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_order(self) -> None:
         """I5: whoever came first is served first, whatever was cancelled, preempted or failed."""
-        if self.overtaking or any(fate.forked for fate in self.fates.values()):
-            return  # who waits for a copy or for a step is overtaken, and forks run beside
+        if not self.simple:
+            return
         held = self.harness.queue(State.POST_CONTROL_DEFERRED)
         order = [
             name for name in self.harness.order() if name not in held and name not in self.held
@@ -354,12 +360,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_sharing(self, running: list[str]) -> None:
         """I3: a block in two tables is full, forwarded, and holds the same prefix in both."""
         size = self.executor.block_size
-        seen: dict[int, tuple[bytes, list[int]]] = {}
+        seen: dict[int, tuple[tuple[str, int | None], list[int]]] = {}
         for name in running:
             request = self.harness.requests[name]
             for index, block in enumerate(request.blocks):
                 end = (index + 1) * size
-                content = (request.cache_root, request.token_ids[:end])
+                owner = (request.cache_salt, self.fates[name].seed)
+                content = (owner, request.token_ids[:end])
                 if block in seen:
                     assert end <= request.num_computed, "a shared block is written to"
                 assert seen.setdefault(block, content) == content, "two owners"

@@ -7,23 +7,27 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from qwen3_asgi.scheduler import admission, blocks, effects, loop
+from qwen3_asgi.scheduler import admission, arrivals, effects, endings, loading, prefix
+from qwen3_asgi.scheduler.admission import Admission, give_back
 from qwen3_asgi.scheduler.blocks import BlockPool
 from qwen3_asgi.scheduler.effects import finish
 from qwen3_asgi.scheduler.events import Event
 from qwen3_asgi.scheduler.loop import Scheduler
-from qwen3_asgi.scheduler.prefix import root_digest
+from qwen3_asgi.scheduler.prefix import extend_digests, root_digest
 from qwen3_asgi.scheduler.request import State
+from qwen3_asgi.scheduler.steps import Steps
 from qwen3_asgi.scheduler.sweep import collect
+from qwen3_asgi.scheduler.tiers import Level
 from tests.scheduler.machine import random_life
+from tests.scheduler.tier_life import tier_life
 
 if TYPE_CHECKING:
-    from qwen3_asgi.scheduler.plan import Row
-    from qwen3_asgi.scheduler.queues import QueueTable
+    from qwen3_asgi.scheduler.plan import RequestId, Row, StepResult
     from qwen3_asgi.scheduler.request import Request
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 NUM_LIVES = 300
+NUM_TIER_LIVES = 20
 
 
 def sweep_rereads_who_is_cancelled(patch: pytest.MonkeyPatch) -> None:
@@ -33,9 +37,9 @@ def sweep_rereads_who_is_cancelled(patch: pytest.MonkeyPatch) -> None:
         due = collect(self._inbox.take_cancelled(), self._carried_cancels, self._queues).due
         for request, _ in due:
             if request.admitted:
-                self._executor.drop_request(request.id)
-            admission.give_back(request, self._pool)
-            self._events.append(Event(request.id, None, finish(request, "abort")))
+                self._endings._executor.drop_request(request.id)
+            give_back(request, self._pool)
+            self._endings.events.append(Event(request.id, None, finish(request, "abort")))
         reread = collect(self._inbox.take_cancelled(), {}, self._queues).due
         for request, _ in {request.id: (request, _) for request, _ in due + reread}.values():
             self._queues.remove(request)
@@ -66,74 +70,115 @@ def swept_blocks_are_not_released(patch: pytest.MonkeyPatch) -> None:
     def forget(request: Request, pool: BlockPool) -> None:
         request.blocks = []
 
-    patch.setattr(loop, "give_back", forget)
+    patch.setattr(endings, "give_back", forget)
+
+
+def blocks_in_flight_are_released_at_once(patch: pytest.MonkeyPatch) -> None:
+    sweep = Scheduler._sweep
+
+    def eager(self: Scheduler) -> None:
+        sweep(self)
+        for request_id in self._carried_cancels:
+            request = self._queues.get(request_id)
+            if request is not None and request.state is State.INFLIGHT:
+                self._pool.release(request.blocks)
+                request.blocks = []
+
+    patch.setattr(Scheduler, "_sweep", eager)
+
+
+def blocks_of_a_cancelled_load_are_released_at_once(patch: pytest.MonkeyPatch) -> None:
+    keep = loading.Loading._keep
+
+    def keep_if_wanted(self: loading.Loading, load: loading.Load, failed: dict[int, str]) -> None:
+        if load.request is not None:
+            keep(self, load, failed)
+
+    patch.setattr(BlockPool, "park", BlockPool.release)
+    patch.setattr(loading.Loading, "_keep", keep_if_wanted)
+
+
+def slots_are_found_before_their_copy_has_landed(patch: pytest.MonkeyPatch) -> None:
+    reserve = Level.reserve
+
+    def ready_at_once(self: Level, content: loading.CachedBlock) -> int | None:
+        slot = reserve(self, content)
+        if slot is not None:
+            self._ready[slot] = None
+        return slot
+
+    patch.setattr(Level, "reserve", ready_at_once)
 
 
 def digests_are_trusted(patch: pytest.MonkeyPatch) -> None:
     """Collisions everywhere, and no comparison of the tokens."""
 
-    def match(self: BlockPool, token_ids: list[int], salt: str) -> tuple[list[int], list[bytes]]:
-        found: list[int] = []
-        for _ in range((len(token_ids) - 1) // self.block_size):
-            block = self._by_digest.get(b"same")
-            if block is None or found:
-                break
-            self._acquire(block)
-            found.append(block)
-        return found, [b"same"] * len(found)
+    def match(self: BlockPool, token_ids: list[int], digests: object, root: bytes) -> list[int]:
+        block = self._by_digest.get(b"same")
+        if block is None or len(token_ids) <= self.block_size:
+            return []
+        self._acquire(block)
+        return [block]
 
-    patch.setattr(blocks, "block_digest", lambda parent, token_ids: b"same")
+    patch.setattr(prefix, "block_digest", lambda parent, token_ids: b"same")
     patch.setattr(BlockPool, "match", match)
 
 
 def preempted_go_to_the_back(patch: pytest.MonkeyPatch) -> None:
-    def preempt(request: Request, queues: QueueTable, pool: BlockPool) -> None:
-        admission.give_back(request, pool)
-        queues.put(request, State.DEFERRED)
+    preempt = Admission._preempt
 
-    patch.setattr(admission, "preempt", preempt)
+    def to_the_back(self: Admission, request: Request) -> None:
+        preempt(self, request)
+        self._queues.put(request, State.DEFERRED)
+
+    patch.setattr(Admission, "_preempt", to_the_back)
 
 
 def failed_blocks_stay_in_the_cache(patch: pytest.MonkeyPatch) -> None:
     """Committed before they are known to be good, and not discarded when they are not."""
-    resolve_row = Scheduler._resolve_row
+    land = Steps._land_prefill
 
-    def eager(self: Scheduler, request: Request, row: Row, *rest: object) -> None:
-        if request.id in rest[0].errors:  # type: ignore[attr-defined]
+    def eager(self: Steps, request: Request, row: Row, result: StepResult, *rest: object) -> None:
+        if request.id in result.errors:
             effects.advance(request, row, self._pool)
-        resolve_row(self, request, row, *rest)  # type: ignore[arg-type]
+        land(self, request, row, result, *rest)  # type: ignore[arg-type]
 
-    patch.setattr(Scheduler, "_resolve_row", eager)
+    patch.setattr(Steps, "_land_prefill", eager)
     patch.setattr(BlockPool, "discard", BlockPool.release)
 
 
 def whole_prompt_may_be_cached(patch: pytest.MonkeyPatch) -> None:
     match = BlockPool.match
-    patch.setattr(BlockPool, "match", lambda self, ids, salt: match(self, [*ids, 0], salt))
+
+    def whole(self: BlockPool, ids: list[int], digests: list[bytes], root: bytes) -> list[int]:
+        longer = list(digests)
+        extend_digests(longer, root, ids, self.block_size, len(ids) // self.block_size)
+        return match(self, [*ids, 0], longer, root)
+
+    patch.setattr(BlockPool, "match", whole)
 
 
 def salts_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    for module in (blocks, effects):
-        patch.setattr(module, "root_digest", lambda salt: root_digest(""))
+    patch.setattr(arrivals, "root_digest", lambda salt, adapter: root_digest("", adapter))
+
+
+def adapters_are_not_in_the_hash(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(arrivals, "root_digest", lambda salt, adapter: root_digest(salt))
 
 
 def chunk_cursor_survives_preemption(patch: pytest.MonkeyPatch) -> None:
-    def preempt(request: Request, queues: QueueTable, pool: BlockPool) -> None:
-        cursor = request.num_computed
-        admission.give_back(request, pool)
-        request.num_computed = cursor
-        queues.put(request, State.DEFERRED, front=True)
+    preempt, take = Admission._preempt, admission.take
+    cursors: dict[RequestId, int] = {}
 
-    reserve = admission._reserve_prompt
+    def keep(self: Admission, request: Request) -> None:
+        cursors[request.id] = request.num_computed
+        preempt(self, request)
 
-    def keep_cursor(request: Request, num_running: int, pool: BlockPool) -> bool:
-        cursor = request.num_computed
-        reserved = reserve(request, num_running, pool)
-        request.num_computed = max(cursor, request.num_computed)
-        return reserved
+    def take_up(request: Request, blocks: list[int], num_computed: int, pool: BlockPool) -> None:
+        take(request, blocks, max(num_computed, cursors.pop(request.id, 0)), pool)
 
-    patch.setattr(admission, "preempt", preempt)
-    patch.setattr(admission, "_reserve_prompt", keep_cursor)
+    patch.setattr(Admission, "_preempt", keep)
+    patch.setattr(admission, "take", take_up)
 
 
 def some_cancels_are_lost(patch: pytest.MonkeyPatch) -> None:
@@ -156,11 +201,15 @@ MUTATIONS: list[Mutation] = [
     sweep_rereads_who_is_cancelled,
     load_is_published_before_the_sweep,
     swept_blocks_are_not_released,
+    blocks_in_flight_are_released_at_once,
+    blocks_of_a_cancelled_load_are_released_at_once,
+    slots_are_found_before_their_copy_has_landed,
     digests_are_trusted,
     preempted_go_to_the_back,
     failed_blocks_stay_in_the_cache,
     whole_prompt_may_be_cached,
     salts_are_ignored,
+    adapters_are_not_in_the_hash,
     chunk_cursor_survives_preemption,
     some_cancels_are_lost,
     every_end_is_told_twice,
@@ -171,7 +220,7 @@ MUTATIONS: list[Mutation] = [
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_machine_finds_a_planted_bug(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError, ValueError, KeyError)):
+    with pytest.raises((AssertionError, RuntimeError, ValueError, LookupError)):
         live()
 
 
@@ -183,3 +232,5 @@ def test_machine_finds_nothing_without_one() -> None:
 def live() -> None:
     for seed in range(NUM_LIVES):
         random_life(seed)
+    for seed in range(NUM_TIER_LIVES):
+        tier_life(seed)
