@@ -5,6 +5,7 @@ Both are frozen values that check themselves; nothing here reads the environment
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,8 @@ class EngineConfig:
     small models on a CPU with one thread, whose steps are too short to share, and leaves torch's
     thread count alone otherwise. `generation_config="auto"` takes sampling defaults from the
     checkpoint's `generation_config.json`, `"openai"` uses temperature 1 and no truncation.
+    `host_kv_gib` of host memory (0: none) take KV blocks that are evicted from the device, and
+    behind it a file of `kv_file_gib`, if `kv_file` names one, which survives a restart.
     """
 
     device: str = "auto"
@@ -42,6 +45,9 @@ class EngineConfig:
     num_threads: int | None = None
     served_model_name: str | None = None
     generation_config: Literal["auto", "openai"] = "auto"
+    host_kv_gib: float = 0.0
+    kv_file: str | None = None
+    kv_file_gib: float = 4.0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_prefill_tokens", "max_batch", "max_queue"):
@@ -57,6 +63,14 @@ class EngineConfig:
             raise ValueError(
                 f"generation_config must be 'auto' or 'openai', got {self.generation_config!r}"
             )
+        if not 0 <= self.host_kv_gib < math.inf:
+            raise ValueError(f"host_kv_gib must be at least 0, got {self.host_kv_gib}")
+        if not 0 < self.kv_file_gib < math.inf:
+            raise ValueError(f"kv_file_gib must be greater than 0, got {self.kv_file_gib}")
+        if self.kv_file == "":
+            raise ValueError("kv_file must be a path or None")
+        if not self.prefix_cache and (self.host_kv_gib or self.kv_file is not None):
+            raise ValueError("host_kv_gib and kv_file are of no use without prefix_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

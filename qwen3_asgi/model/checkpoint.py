@@ -60,6 +60,11 @@ class Checkpoint:
             handle = self._open[name] = _open(folder / name)
             self._file_of.update(dict.fromkeys(handle.keys(), name))
 
+    @property
+    def file_names(self) -> list[str]:
+        """The files that hold the tensors, in the checkpoint's folder."""
+        return list(self._open)
+
     def check(self, shapes: Mapping[str, Sequence[int]], ignored: Collection[str] = ()) -> None:
         """Compare the headers with the tensors and shapes that the model needs.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,20 +12,23 @@ from qwen3_asgi.model.batch import build_batch
 from qwen3_asgi.model.checkpoint import Checkpoint
 from qwen3_asgi.model.config import load_generation_defaults, load_model_config
 from qwen3_asgi.model.kv import KVPool
+from qwen3_asgi.model.lora import AdaptedRows, Adapter
 from qwen3_asgi.model.memory import choose_device, choose_dtype, choose_threads, pool_blocks
 from qwen3_asgi.model.qwen3 import Qwen3
 from qwen3_asgi.model.sampler import RowError, Sampler
+from qwen3_asgi.model.tiers import open_tiers
 from qwen3_asgi.model.weights import EMBEDDING, load_weights
 from qwen3_asgi.scheduler.plan import SampledToken, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from qwen3_asgi.config import EngineConfig
     from qwen3_asgi.model.batch import Batch
     from qwen3_asgi.model.config import GenerationDefaults, ModelConfig
-    from qwen3_asgi.scheduler.executor import ModelExecutor
+    from qwen3_asgi.model.tiers import TorchTiers
+    from qwen3_asgi.scheduler.executor import KVTiers, ModelExecutor
     from qwen3_asgi.scheduler.plan import RequestId, Row, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -47,6 +51,7 @@ class TorchExecutor:
         max_context_tokens: int,
         device: torch.device,
         dtype: torch.dtype,
+        tiers: TorchTiers | None = None,
     ) -> None:
         self.model_config = model_config
         self.generation_defaults = generation_defaults
@@ -54,6 +59,8 @@ class TorchExecutor:
         self.dtype = dtype
         self._loaded: tuple[Qwen3, KVPool] | None = (model, pool)
         self._sampler = sampler
+        self._tiers = tiers
+        self._adapters: dict[str, Adapter] = {}
         self._block_size = pool.block_size
         self._num_kv_blocks = pool.num_blocks
         self._max_context_tokens = max_context_tokens
@@ -69,6 +76,14 @@ class TorchExecutor:
     @property
     def max_context_tokens(self) -> int:
         return self._max_context_tokens
+
+    @property
+    def tiers(self) -> KVTiers | None:
+        return self._tiers
+
+    def on_landed(self, wake: Callable[[], None]) -> None:
+        if self._tiers is not None:
+            self._tiers.wake = wake
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
@@ -104,16 +119,52 @@ class TorchExecutor:
         _, hidden, model = self._forward(rows)
         return model.logits(hidden)
 
+    def load_adapter(self, name: str, adapter: object) -> None:
+        """Make an adapter of `lora.read_adapter` known.
+
+        Raises:
+            TypeError: it is something else.
+        """
+        if not isinstance(adapter, Adapter):
+            raise TypeError(f"adapter {name!r} is a {type(adapter).__name__}, no Adapter")
+        self._adapters[name] = adapter.to(self.device, self.dtype)
+
+    def unload_adapter(self, name: str) -> None:
+        del self._adapters[name]
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        _, pool = self._open()
+        with self._writing():
+            pool.copy_blocks([source for source, _ in pairs], [target for _, target in pairs])
+
     def drop_request(self, request_id: RequestId) -> None:
         """Nothing is kept by request: blocks are the scheduler's, sampling has no state."""
 
     def close(self) -> None:
+        if self._tiers is not None:
+            self._tiers.close()
         self._loaded = None
 
-    def _forward(self, rows: Sequence[Row]) -> tuple[Batch, torch.Tensor, Qwen3]:
+    def _open(self) -> tuple[Qwen3, KVPool]:
         if self._loaded is None:
             raise RuntimeError("the executor is closed")
-        model, pool = self._loaded
+        return self._loaded
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What is done here writes to KV blocks: copies that read them come before or after it."""
+        if self._tiers is None:
+            yield
+            return
+        self._tiers.before_step()
+        try:
+            yield
+        finally:
+            self._tiers.after_step()
+
+    def _forward(self, rows: Sequence[Row]) -> tuple[Batch, torch.Tensor, Qwen3]:
+        model, pool = self._open()
         batch = build_batch(
             rows,
             vocab_size=self.model_config.vocab_size,
@@ -122,7 +173,23 @@ class TorchExecutor:
             max_tokens=self._max_context_tokens,
             device=self.device,
         )
-        return batch, model.forward(batch, pool), model
+        adapted = self._adapted(rows)
+        with self._writing():
+            return batch, model.forward(batch, pool, adapted), model
+
+    def _adapted(self, rows: Sequence[Row]) -> list[AdaptedRows]:
+        """Which rows of the flattened batch run with which adapter."""
+        found: dict[str, list[int]] = {}
+        first = 0
+        for row in rows:
+            end = first + len(row.token_ids)
+            if row.adapter is not None:
+                found.setdefault(row.adapter, []).extend(range(first, end))
+            first = end
+        return [
+            AdaptedRows(self._adapters[name], torch.tensor(indices, device=self.device))
+            for name, indices in found.items()
+        ]
 
 
 if TYPE_CHECKING:
@@ -169,4 +236,5 @@ def load_executor(
             max_context_tokens=max_tokens,
             device=device,
             dtype=dtype,
+            tiers=open_tiers(folder, checkpoint.file_names, model_config, config, pool),
         )

@@ -118,6 +118,20 @@ class KVPool:
         self.block_size = block_size
         self.layers = tuple(LayerKV(allocate(), allocate()) for _ in range(config.num_layers))
 
+    @property
+    def bytes_per_block(self) -> int:
+        return sum(cache.nbytes for layer in self.layers for cache in layer) // self.num_blocks
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks; all are read before the first is written."""
+        device = self.layers[0].keys.device
+        out_of = torch.tensor(sources, dtype=torch.int64, device=device)
+        into = torch.tensor(targets, dtype=torch.int64, device=device)
+        for layer in self.layers:
+            for cache in layer:
+                blocks = cache.view(cache.shape[0], self.num_blocks, -1)
+                blocks.index_copy_(1, into, blocks.index_select(1, out_of))
+
 
 def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Memory of one block over all layers."""

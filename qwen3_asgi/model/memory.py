@@ -92,6 +92,32 @@ def pool_blocks(
     return min(wanted, fitting)
 
 
+def host_slots(
+    config: ModelConfig, settings: EngineConfig, num_blocks: int, dtype: torch.dtype, device: str
+) -> int:
+    """Return how many KV blocks `host_kv_gib` holds, beside a pool of `num_blocks`.
+
+    Raises:
+        ModelLoadError: that is less than one, or more memory than is free.
+    """
+    wanted = int(settings.host_kv_gib * GIB)
+    if not wanted:
+        return 0
+    block = bytes_per_block(config, settings.block_size, dtype)
+    # The pool of a CPU is host memory too, and not touched yet.
+    free = available_bytes() - (num_blocks * block if device == "cpu" else 0)
+    if wanted > free:
+        raise ModelLoadError(
+            f"host_kv_gib={settings.host_kv_gib} is more than the {max(0, free) / GIB:.1f} GiB of "
+            "memory that are free"
+        )
+    if wanted < block:
+        raise ModelLoadError(
+            f"host_kv_gib={settings.host_kv_gib} holds not one KV block of {block} bytes"
+        )
+    return wanted // block
+
+
 def _is_small(config: ModelConfig, device: str) -> bool:
     return device == "cpu" and config.num_parameters < SMALL_MODEL_PARAMETERS
 

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 from torch.nn import functional
 
 from qwen3_asgi.model.attention import attend
+from qwen3_asgi.model.lora import add_adapters
 from qwen3_asgi.model.rope import RotaryTable, rotate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from qwen3_asgi.model.batch import Batch
     from qwen3_asgi.model.config import ModelConfig
     from qwen3_asgi.model.kv import KVPool, LayerKV
+    from qwen3_asgi.model.lora import AdaptedRows
     from qwen3_asgi.model.weights import LayerWeights, ModelWeights
 
 
@@ -26,8 +30,10 @@ class Qwen3:
         self._weights = weights
         self._rotary = RotaryTable(config.rope, config.head_dim, weights.embedding.device)
 
-    def forward(self, batch: Batch, pool: KVPool) -> Tensor:
+    def forward(self, batch: Batch, pool: KVPool, adapted: Sequence[AdaptedRows] = ()) -> Tensor:
         """Run all layers, writing the batch's keys and values to `pool`.
+
+        `adapted` says which rows of the batch run with a LoRA adapter.
 
         Returns:
             Normalised hidden states `[T, hidden]` in the weights' dtype.
@@ -35,9 +41,10 @@ class Qwen3:
         cos, sin = self._rotary.lookup(batch.positions, batch.last_position)
         eps = self._config.rms_norm_eps
         x = functional.embedding(batch.token_ids, self._weights.embedding)
-        for layer, kv in zip(self._weights.layers, pool.layers, strict=True):
-            x += self._attention(rms_norm(x, layer.input_norm, eps), layer, kv, batch, cos, sin)
-            x += _mlp(rms_norm(x, layer.post_attention_norm, eps), layer)
+        for index, (layer, kv) in enumerate(zip(self._weights.layers, pool.layers, strict=True)):
+            normed = rms_norm(x, layer.input_norm, eps)
+            x += self._attention(normed, index, layer, kv, batch, cos, sin, adapted)
+            x += _mlp(rms_norm(x, layer.post_attention_norm, eps), index, layer, adapted)
         return rms_norm(x, self._weights.final_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -47,21 +54,28 @@ class Qwen3:
     def _attention(
         self,
         x: Tensor,
+        index: int,
         layer: LayerWeights,
         kv: LayerKV,
         batch: Batch,
         cos: Tensor,
         sin: Tensor,
+        adapted: Sequence[AdaptedRows],
     ) -> Tensor:
         config = self._config
         num_heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = layer.qkv(x).view(len(x), num_heads + 2 * kv_heads, config.head_dim)
+        fused = layer.qkv(x)
+        add_adapters(adapted, index, "qkv", x, fused)
+        qkv = fused.view(len(x), num_heads + 2 * kv_heads, config.head_dim)
         qk = rms_norm(qkv[:, : num_heads + kv_heads], layer.qk_norm, config.rms_norm_eps)
         qk = rotate(qk, cos, sin)
         queries, keys = qk[:, :num_heads], qk[:, num_heads:]
         values = qkv[:, num_heads + kv_heads :]
         kv.write(batch.slots, keys, values)
-        return layer.output(attend(queries, keys, values, kv, batch.segments))
+        heads = attend(queries, keys, values, kv, batch.segments)
+        output = layer.output(heads)
+        add_adapters(adapted, index, "output", heads, output)
+        return output
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -73,6 +87,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
 
 
-def _mlp(x: Tensor, layer: LayerWeights) -> Tensor:
-    gate, up = layer.gate_up(x).chunk(2, dim=-1)
-    return layer.down(functional.silu(gate).mul_(up))
+def _mlp(x: Tensor, index: int, layer: LayerWeights, adapted: Sequence[AdaptedRows]) -> Tensor:
+    fused = layer.gate_up(x)
+    add_adapters(adapted, index, "gate_up", x, fused)
+    gate, up = fused.chunk(2, dim=-1)
+    inner = functional.silu(gate).mul_(up)
+    output = layer.down(inner)
+    add_adapters(adapted, index, "down", inner, output)
+    return output
