@@ -11,6 +11,7 @@ from typing import Literal
 from qwen3_asgi.errors import InvalidRequest
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+ColdStart = Literal["wait", "refuse"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -28,6 +29,8 @@ class EngineConfig:
     small models on a CPU with one thread, whose steps are too short to share, and leaves torch's
     thread count alone otherwise. `generation_config="auto"` takes sampling defaults from the
     checkpoint's `generation_config.json`, `"openai"` uses temperature 1 and no truncation.
+    `cold_start` is for requests that come while the model is being loaded: `"wait"` lets them wait,
+    `"refuse"` answers with `EngineNotReady` all but the one that began the start.
     """
 
     device: str = "auto"
@@ -42,6 +45,7 @@ class EngineConfig:
     num_threads: int | None = None
     served_model_name: str | None = None
     generation_config: Literal["auto", "openai"] = "auto"
+    cold_start: ColdStart = "wait"
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_prefill_tokens", "max_batch", "max_queue"):
@@ -57,6 +61,8 @@ class EngineConfig:
             raise ValueError(
                 f"generation_config must be 'auto' or 'openai', got {self.generation_config!r}"
             )
+        if self.cold_start not in ("wait", "refuse"):
+            raise ValueError(f"cold_start must be 'wait' or 'refuse', got {self.cold_start!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
