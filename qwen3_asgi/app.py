@@ -22,6 +22,8 @@ from qwen3_asgi.asgi.watch import DisconnectWatch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from starlette.types import Scope
+
     from qwen3_asgi.asgi.serving import ServingEngine
 
 
@@ -80,7 +82,7 @@ def create_app(
         routes=routes,
         # The watch is outermost: it sees the disconnect whatever the rest is doing, and swallows
         # the `ClientDisconnected` that comes of it.
-        middleware=[Middleware(DisconnectWatch, cancel="request"), Middleware(RequestIdEcho)],
+        middleware=[Middleware(DisconnectWatch, cancel=_is_ours), Middleware(RequestIdEcho)],
         exception_handlers={
             HTTPException: http_exception_response,
             Exception: unexpected_error_response,
@@ -88,6 +90,12 @@ def create_app(
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _is_ours(scope: Scope) -> bool:
+    """Whether a disconnect may cancel the whole request: those that generate, and only they are
+    worth a watcher from the start."""
+    return bool(scope["type"] == "http" and scope["method"] == "POST")
 
 
 def _keys(api_key: str | Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from qwen3_asgi import __version__
+from qwen3_asgi.bench.commands import add_commands
 from qwen3_asgi.config import EngineConfig, SamplingParams
 from qwen3_asgi.errors import GenerationCancelled, Qwen3Error
 
@@ -74,17 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.set_defaults(run=_chat)
 
     bench = commands.add_parser("bench", help="measure")
-    kinds = bench.add_subparsers(dest="bench", required=True)
-    storm = kinds.add_parser("storm", help="N clients hang up at once: how long until 0/0")
-    storm.add_argument("url", nargs="?", help="base URL of a running server (with /load)")
-    storm.add_argument("--in-process", action="store_true", help="start a server here, measure it")
-    storm.add_argument("--model", default="tiny", help="the model to request (and to start)")
-    storm.add_argument("-n", "--clients", type=int, default=8)
-    storm.add_argument("--kind", choices=["stream", "plain", "both"], default="both")
-    storm.add_argument("--prompt-words", type=int, default=300)
-    storm.add_argument("--max-tokens", type=int, default=256)
-    storm.add_argument("--json", action="store_true", help="print one JSON object")
-    storm.set_defaults(run=_storm)
+    add_commands(bench)
     return parser
 
 
@@ -204,24 +195,6 @@ def _answer(
         handle.cancel()
         print()
     return "".join(said)
-
-
-def _storm(arguments: argparse.Namespace) -> int:
-    from qwen3_asgi.bench.storm import StormOptions, run_in_process, run_storm, table
-
-    if (arguments.url is None) == (not arguments.in_process):
-        print("give either a URL or --in-process", file=sys.stderr)
-        return 2
-    options = StormOptions(
-        model=arguments.model,
-        clients=arguments.clients,
-        kind=arguments.kind,
-        prompt_words=arguments.prompt_words,
-        max_tokens=arguments.max_tokens,
-    )
-    report = run_in_process(options) if arguments.in_process else run_storm(arguments.url, options)
-    print(report.to_json() if arguments.json else table(report))
-    return 0
 
 
 if __name__ == "__main__":

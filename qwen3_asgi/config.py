@@ -12,6 +12,7 @@ from typing import Literal
 from qwen3_asgi.errors import InvalidRequest
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+ColdStart = Literal["wait", "refuse"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -31,6 +32,8 @@ class EngineConfig:
     checkpoint's `generation_config.json`, `"openai"` uses temperature 1 and no truncation.
     `host_kv_gib` of host memory (0: none) take KV blocks that are evicted from the device, and
     behind it a file of `kv_file_gib`, if `kv_file` names one, which survives a restart.
+    `cold_start` is for requests that come while the model is being loaded: `"wait"` lets them wait,
+    `"refuse"` answers with `EngineNotReady` all but the one that began the start.
     """
 
     device: str = "auto"
@@ -48,6 +51,7 @@ class EngineConfig:
     host_kv_gib: float = 0.0
     kv_file: str | None = None
     kv_file_gib: float = 4.0
+    cold_start: ColdStart = "wait"
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_prefill_tokens", "max_batch", "max_queue"):
@@ -71,6 +75,8 @@ class EngineConfig:
             raise ValueError("kv_file must be a path or None")
         if not self.prefix_cache and (self.host_kv_gib or self.kv_file is not None):
             raise ValueError("host_kv_gib and kv_file are of no use without prefix_cache")
+        if self.cold_start not in ("wait", "refuse"):
+            raise ValueError(f"cold_start must be 'wait' or 'refuse', got {self.cold_start!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import pytest
 from qwen3_asgi import __version__
 from qwen3_asgi.cli import main
 
-STORM = ["--clients", "4", "--prompt-words", "120", "--max-tokens", "400"]
+STORM = ["--clients", "4", "--prompt-words", "120", "--max-tokens", "400", "--repeat", "1"]
 
 
 def run(*arguments, text=None):
@@ -32,6 +32,7 @@ def test_version(capsys):
     assert capsys.readouterr().out.strip() == f"qwen3-asgi {__version__}"
 
 
+@pytest.mark.torch
 def test_chat_answers_and_remembers():
     questions = "What is the capital of France?\n\nAnd of Italy?\n"
     ended = run("chat", "tiny", "--no-thinking", "--temperature", "0", text=questions)
@@ -41,6 +42,7 @@ def test_chat_answers_and_remembers():
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.torch
 def test_a_model_that_is_not_there_is_one_clear_line(tmp_path):
     ended = run("serve", str(tmp_path))
     assert ended.returncode == 1
@@ -62,6 +64,7 @@ def test_a_storm_on_a_running_server_is_reported(tiny_server, capsys):
     assert tiny_server.wait_idle()["num_running"] == 0
 
 
+@pytest.mark.torch
 def test_a_storm_in_this_process_is_reported_as_a_table():
     ended = run("bench", "storm", "--in-process", *STORM)
     assert ended.returncode == 0, ended.stderr

@@ -71,8 +71,10 @@ def one_torch_thread() -> Iterator[None]:
 
 def run(block: Block) -> dict[str, object]:
     # Padded, so that a traceback has the page's line numbers.
-    code = compile("\n" * (block.line - 1) + block.code, str(block.page), "exec")
-    namespace: dict[str, object] = {"__name__": "a_block"}
+    lines = "\n" * (block.line - 1) + block.code
+    code = compile(lines, str(block.page), "exec", dont_inherit=True)
+    # A module that exists: Litestar looks into that of a handler.
+    namespace: dict[str, object] = {"__name__": __name__}
     exec(code, namespace)
     return namespace
 

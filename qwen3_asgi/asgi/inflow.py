@@ -32,7 +32,10 @@ class Inflow:
         self._ahead: deque[Message] = deque()
         self._ahead_bytes = 0
         self._reading = False
-        # The disconnect message, which is handed out forever from then on.
+        # Whether somebody read for the app: what it has not read itself must not get lost.
+        self._ahead_of_app = False
+        # The disconnect message. If the watcher has read, it is handed out forever from then on; if
+        # not, the server is asked each time, as without us.
         self._end: Message | None = None
         # What the server's `receive` raised in the watcher; the app's next read raises it.
         self._failure: Exception | None = None
@@ -46,7 +49,7 @@ class Inflow:
                 self._ahead_bytes -= _size(message)
                 self._changed()
                 return message
-            if self._end is not None:
+            if self._end is not None and self._ahead_of_app:
                 return self._end
             if self._failure is not None:
                 try:
@@ -59,6 +62,7 @@ class Inflow:
 
     async def read_ahead(self) -> None:
         """The watcher: read until the client has gone or `receive` fails. Cancel it to stop."""
+        self._ahead_of_app = True
         while self._end is None:
             if self._reading or self._is_full():
                 await self._wait()  # the app is reading itself, or has not kept up

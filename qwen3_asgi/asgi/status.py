@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -42,8 +43,9 @@ class StatusRoutes:
 
     async def health(self, request: Request) -> Response:
         """Alive: an engine not started yet is healthy, a dead one has to be replaced."""
-        if self._engine.state == "dead":
-            return error_response(EngineDead("the engine is dead"))
+        refusal = self._engine.refusal()
+        if isinstance(refusal, EngineDead):
+            return error_response(refusal)
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
@@ -51,14 +53,11 @@ class StatusRoutes:
 
         Traffic often waits for this probe, so a lazy engine would never get its first request.
         """
-        state = self._engine.state
-        if state == "new":
-            self._engine.start_soon()
-        if state == "dead":
-            return error_response(EngineDead("the engine is dead"))
-        if state != "ready":
-            return error_response(EngineNotReady(f"the engine is not ready: {state}"))
-        return _json({"status": "ready"})
+        if self._engine.state == "new":
+            with contextlib.suppress(EngineNotReady, EngineDead):  # it has changed since
+                self._engine.start_soon()
+        refusal = self._engine.refusal()
+        return _json({"status": "ready"}) if refusal is None else error_response(refusal)
 
     async def load(self, request: Request) -> Response:
         load = self._engine.load()

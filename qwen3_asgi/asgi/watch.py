@@ -27,6 +27,10 @@ CancelPolicy = Literal["generations", "request"] | Callable[["Scope"], bool]
 WATCH_KEY = "qwen3_asgi.watch"
 # What proxies log for a client that closed its request.
 GONE_STATUS = 499
+GOING_AWAY = 1001
+# `websocket.http.*`: a refusal with a response of its own.
+_FIRST_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
+_BODY_MESSAGES = ("http.response.body", "websocket.http.response.body")
 _FINAL_MESSAGES = ("http.response.pathsend", "websocket.close")
 
 
@@ -85,7 +89,9 @@ class _Watch:
         self._complete = False
 
     async def run(self, app: ASGIApp, scope: Scope, *, cancel_app: bool) -> None:
-        scope = {**scope, WATCH_KEY: self}
+        # In the scope itself and not in a copy: what the host's router notes in there (`route`,
+        # `endpoint`) is read by middleware outside of ours.
+        scope[WATCH_KEY] = self
         token = current_binding.set(self._binding)
         try:
             ended = await self._run_app(app, scope, self._inflow.receive, self.send, cancel_app)
@@ -94,6 +100,7 @@ class _Watch:
             if self._watcher is not None:
                 await self._watcher.ended()
             current_binding.reset(token)
+            scope.pop(WATCH_KEY, None)  # or it would refer to itself through `receive`
         if not ended and not self._response_started:
             await _answer_gone(scope, self._send)
 
@@ -105,24 +112,22 @@ class _Watch:
 
         async def send_noting(message: Message) -> None:
             nonlocal started
-            started = True
             await send(message)
+            started = True  # not before: a `send` that is cancelled may have sent nothing
 
         if not await self._run_app(app, scope, receive, send_noting, cancel_app) and not started:
             await _answer_gone(scope, send)
 
     async def send(self, message: Message) -> None:
         kind = message["type"]
-        if kind == "http.response.start":
+        if kind in _FIRST_MESSAGES:
             self._response_started = True
         elif kind in _FINAL_MESSAGES or (
-            kind == "http.response.body" and not message.get("more_body", False)
+            kind in _BODY_MESSAGES and not message.get("more_body", False)
         ):
             # Before the server sees it: from here on every server reports a disconnect that means
             # nothing, and background tasks must run on.
             self._stop()
-        elif kind == "websocket.accept":
-            self._response_started = True
         try:
             await self._send(message)
         except OSError:  # spec 2.4: a server may say so here, too
@@ -231,9 +236,12 @@ class _Watcher:
 
 
 async def _answer_gone(scope: Scope, send: Send) -> None:
-    """Nobody reads this, but the host's middleware outside may insist on a response."""
-    if scope["type"] != "http":
-        return
+    """Nobody reads this, but a server or the host's middleware outside may insist on an answer."""
     with contextlib.suppress(OSError):
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": GOING_AWAY})
+            return
         await send({"type": "http.response.start", "status": GONE_STATUS, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
+        # Never the last message: hypercorn's `send` waits for ever for a lost HTTP/2 connection to
+        # take that one.
+        await send({"type": "http.response.body", "body": b"", "more_body": True})

@@ -1,12 +1,15 @@
-"""Plain HTTP/1.1 over sockets for benchmarks: a client that can be closed at any moment."""
+"""Plain HTTP/1.1 for benchmarks: answers that are read, and requests that can be hung up."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import urllib.parse
 from dataclasses import dataclass
 from typing import Any
+
+TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Target:
         """
         payload = b"" if body is None else json.dumps(body).encode()
         try:
-            connection = socket.create_connection((self.host, self.port), timeout=120)
+            connection = socket.create_connection((self.host, self.port), timeout=TIMEOUT_SECONDS)
         except OSError as error:
             raise ValueError(f"cannot connect to {self.host}:{self.port}: {error}") from error
         connection.sendall(
@@ -47,28 +50,50 @@ class Target:
         )
         return connection
 
+
+class Probe:
+    """GETs over one connection that is kept, so that a look costs the server little."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._connection = http.client.HTTPConnection(
+            target.host, target.port, timeout=TIMEOUT_SECONDS
+        )
+
     def get(self, path: str) -> bytes:
         """The body of a GET.
 
         Raises:
-            ValueError: the status is not 200.
+            ValueError: the status is not 200, or nobody answers there.
         """
-        with self.send("GET", path) as connection:
-            data = b"".join(iter(lambda: connection.recv(65536), b""))
-        head, _, body = data.partition(b"\r\n\r\n")
-        status = head.split(b"\r\n", 1)[0].decode("latin-1")
-        if " 200 " not in f"{status} ":
-            raise ValueError(f"GET {self.path}{path} answered {status!r}")
-        if b"transfer-encoding: chunked" in head.lower():
-            body = _join_chunks(body)
+        url = self._target.path + path
+        try:
+            try:
+                status, body = self._get(url)
+            except (ConnectionError, http.client.RemoteDisconnected):
+                # A server may close a kept connection between two requests, when it has been idle
+                # for long or has carried many.
+                status, body = self._get(url)
+        except (OSError, http.client.HTTPException) as error:
+            where = f"{self._target.host}:{self._target.port}"
+            raise ValueError(f"GET {url} from {where} failed: {error!r}") from error
+        if status != 200:
+            raise ValueError(f"GET {url} answered {status}")
         return body
 
+    def _get(self, url: str) -> tuple[int, bytes]:
+        try:
+            self._connection.request("GET", url)
+            response = self._connection.getresponse()
+            return response.status, response.read()
+        except BaseException:
+            self._connection.close()  # the next request opens a new one
+            raise
 
-def _join_chunks(data: bytes) -> bytes:
-    out = []
-    while data:
-        size, _, data = data.partition(b"\r\n")
-        count = int(size, 16)
-        out.append(data[:count])
-        data = data[count + 2 :]
-    return b"".join(out)
+    def load(self) -> dict[str, Any]:
+        """The server's `/load`."""
+        load: dict[str, Any] = json.loads(self.get("/load"))
+        return load
+
+    def close(self) -> None:
+        self._connection.close()

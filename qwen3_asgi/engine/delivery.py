@@ -39,6 +39,7 @@ class Delivery:
         # An outbox refers to its loop; held weakly here, so that no loop outlives its requests.
         self._outboxes: WeakValueDictionary[object, LoopOutbox] = WeakValueDictionary()
         self._idle: Future[None] | None = None
+        self._silent = False
 
     def __len__(self) -> int:
         """Live requests, including those that the scheduler has not drained yet."""
@@ -70,7 +71,22 @@ class Delivery:
         self._answer_idle()
         return future
 
+    def fail_all(self, error: Exception) -> None:
+        """Make every reader raise `error`. In the child of a fork, where no event will come.
+
+        Event loops are not woken: theirs would be the parent's.
+        """
+        for mailbox in self._mailboxes.copy().values():
+            mailbox.failure = mailbox.failure or error
+            mailbox.outbox.ring(mailbox)
+
+    def silence(self) -> None:
+        """Deliver nothing more; at the exit of the process."""
+        self._silent = True
+
     def deliver(self, events: Sequence[Event]) -> None:
+        if self._silent:
+            return
         touched: dict[Outbox, None] = {}
         for event in events:
             mailbox = self._mailboxes.get(event.request_id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
 from contextlib import asynccontextmanager
@@ -17,12 +16,17 @@ from qwen3_asgi.engine.binding import current_binding
 from qwen3_asgi.engine.handle import RequestHandle
 from qwen3_asgi.engine.intake import Ask, Asked, Messages, make_request
 from qwen3_asgi.engine.lifecycle import EngineState, Lifecycle, Runtime
-from qwen3_asgi.engine.loading import Loader, load_model, served_name
+from qwen3_asgi.engine.loading import LoadedModel, Loader, load_model, served_name
 from qwen3_asgi.engine.mailbox import Mailbox
 from qwen3_asgi.engine.outbox import Outbox, ThreadOutbox
 from qwen3_asgi.engine.output import Collector, GenerationOutput
 from qwen3_asgi.engine.portal import in_event_loop, wait_future
-from qwen3_asgi.engine.process import next_label, shared_engine
+from qwen3_asgi.engine.process import (
+    follow_forks,
+    next_label,
+    replaced_loading,
+    shared_engine,
+)
 from qwen3_asgi.engine.stream import DeltaStream
 from qwen3_asgi.errors import EngineDead, EngineNotReady, EngineOverloaded
 from qwen3_asgi.metrics.recorder import EngineMetrics
@@ -31,6 +35,7 @@ from qwen3_asgi.scheduler.request import check_fits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from concurrent.futures import Future
 
     from prometheus_client import CollectorRegistry
 
@@ -60,10 +65,11 @@ class Engine:
         self.config = config or EngineConfig()
         self.model_name = served_name(model, self.config)
         self._metrics = EngineMetrics(self.model_name, next_label())
-        load = loader or load_model
+        load = loader or self._load_model
         self._lifecycle = Lifecycle(
             self.model_name, self.config, lambda: load(self.model, self.config), self._metrics
         )
+        follow_forks(self)
 
     @classmethod
     def shared(cls, model: str, config: EngineConfig | None = None) -> Engine:
@@ -90,12 +96,17 @@ class Engine:
 
         Raises:
             ModelLoadError: the model cannot be used.
+            EngineNotReady: the engine is stopping.
         """
-        await wait_future(self._lifecycle.launch(lazily=False))
+        await wait_future(self._lifecycle.launch())
 
     def start_sync(self) -> None:
         """`start` for threads."""
-        self._lifecycle.launch(lazily=False).result()
+        self._lifecycle.launch().result()
+
+    def renew(self) -> None:
+        """Let the first use start the engine again although it was stopped or has died."""
+        self._lifecycle.renew()
 
     def start_soon(self) -> None:
         """Begin the start on first use without waiting for it; from any thread or loop.
@@ -106,52 +117,61 @@ class Engine:
         self._lifecycle.launch(lazily=True)
 
     async def stop(self, *, drain: float = DRAIN_SECONDS) -> None:
-        """Refuse new requests, give the live ones `drain` seconds, then end them and the thread."""
-        stopping = self._lifecycle.begin_stop()
-        if stopping is None:
-            return
-        try:
-            if stopping.idle is not None:
-                with anyio.move_on_after(drain):
-                    await wait_future(stopping.idle)
-        finally:
-            stopping.end()
-        await wait_future(stopping.ended)
+        """Refuse new requests, give the live ones `drain` seconds, then end them and the thread.
+
+        Stops at once for everybody, whoever is still inside a `with` block or a lifespan.
+        """
+        if (stopping := self._lifecycle.begin_stop()) is not None:
+            await stopping.finish(drain)
 
     def stop_sync(self, *, drain: float = DRAIN_SECONDS) -> None:
         """`stop` for threads."""
-        stopping = self._lifecycle.begin_stop()
-        if stopping is None:
-            return
-        try:
-            if stopping.idle is not None:
-                with contextlib.suppress(TimeoutError):
-                    stopping.idle.result(timeout=drain)
-        finally:
-            stopping.end()
-        stopping.ended.result()
+        if (stopping := self._lifecycle.begin_stop()) is not None:
+            stopping.finish_sync(drain)
+
+    def after_fork(self) -> None:
+        """In the child of a fork, called by the process: what was started there did not come along.
+
+        An engine that was never started is as new; any other refuses until it is started again.
+        """
+        touched = self.state != "new"
+        self._lifecycle.after_fork()
+        if touched:
+            self._metrics.after_fork()
 
     @asynccontextmanager
     async def lifespan(self, app: object = None) -> AsyncIterator[None]:
-        """A lifespan for Starlette and FastAPI: `FastAPI(lifespan=engine.lifespan)`."""
+        """A lifespan for Starlette and FastAPI: `FastAPI(lifespan=engine.lifespan)`.
+
+        Several apps may have it, nested or not, on any event loops: the first one starts the
+        engine, the last one out stops it. The same holds for `with` and `async with`.
+        """
         del app
         async with self:
             yield
 
     async def __aenter__(self) -> Engine:
-        await self.start()
+        with self._lifecycle.entering():
+            while (ending := self._lifecycle.ending) is not None:
+                await wait_future(ending)
+            await self.start()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        with anyio.CancelScope(shield=True):
-            await self.stop()
+        if (stopping := self._lifecycle.leave()) is not None:
+            with anyio.CancelScope(shield=True):
+                await stopping.finish(DRAIN_SECONDS)
 
     def __enter__(self) -> Engine:
-        self.start_sync()
+        with self._lifecycle.entering():
+            while (ending := self._lifecycle.ending) is not None:
+                ending.result()
+            self.start_sync()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.stop_sync()
+        if (stopping := self._lifecycle.leave()) is not None:
+            stopping.finish_sync(DRAIN_SECONDS)
 
     # ---- generation ----
 
@@ -181,7 +201,8 @@ class Engine:
         Raises:
             InvalidRequest: wrong arguments; ContextLengthExceeded if it can never fit.
             EngineOverloaded: the queue is full.
-            EngineNotReady, EngineDead: the engine is stopping, stopped or dead.
+            EngineNotReady, EngineDead: the engine is stopping, stopped or dead, or is starting and
+                `EngineConfig.cold_start` is "refuse".
             ClientDisconnected: the client of the bound HTTP request has gone already.
         """
         ask = Ask(
@@ -194,7 +215,7 @@ class Engine:
             cache_salt=cache_salt,
         )
         arrival = time.monotonic()
-        runtime = await wait_future(self._lifecycle.launch(lazily=True))
+        runtime = await wait_future(self._runtime())
         token_ids = await self.offload(ask.encode, runtime.model.tokenizer)
         return self._enqueue(runtime, ask, token_ids, arrival, runtime.delivery.outbox_here())
 
@@ -208,7 +229,7 @@ class Engine:
             raise RuntimeError("this would block the event loop; await the async method instead")
         ask = Ask(**asked)
         arrival = time.monotonic()
-        runtime = self._lifecycle.launch(lazily=True).result()
+        runtime = self._runtime().result()
         token_ids = ask.encode(runtime.model.tokenizer)
         return self._enqueue(runtime, ask, token_ids, arrival, ThreadOutbox())
 
@@ -263,6 +284,12 @@ class Engine:
         runtime = self._lifecycle.runtime
         return LoadSnapshot() if runtime is None else runtime.scheduler.load
 
+    @property
+    def live_requests(self) -> int:
+        """Requests without their terminal event, also those that `load()` does not show yet."""
+        runtime = self._lifecycle.runtime
+        return 0 if runtime is None else len(runtime.delivery)
+
     def metrics(self, registry: CollectorRegistry | None = None) -> None:
         """Show this engine in a Prometheus registry (default: the default one). Idempotent."""
         if registry is None:
@@ -271,22 +298,32 @@ class Engine:
             registry = REGISTRY
         self._metrics.attach(registry)
 
+    def refusal(self) -> EngineDead | EngineNotReady | None:
+        """Why a generation sent now would not be taken at once; None if it would."""
+        state = self.state
+        return None if state == "ready" else self._lifecycle.refusal(state)
+
     # ---- inside ----
+
+    def _load_model(self, name: str, config: EngineConfig) -> LoadedModel:
+        replacement = replaced_loading()
+        return load_model(name, config) if replacement is None else replacement(self)
 
     def _running(self) -> Runtime:
         runtime = self._lifecycle.runtime
         if runtime is None:
-            raise self._refusal()
+            raise self._lifecycle.refusal()
         return runtime
+
+    def _runtime(self) -> Future[Runtime]:
+        """Starts the engine if it is new. A client that goes is not kept waiting for that, and
+        nothing is generated for it."""
+        started = self._lifecycle.use()
+        binding = current_binding.get()
+        return started if binding is None else binding.unless_gone(started)
 
     def _collector(self, asked: Asked) -> Collector:
         return Collector(self.tokenizer, asked.get("params") or SamplingParams())
-
-    def _refusal(self) -> EngineDead | EngineNotReady:
-        state = self.state
-        if state == "dead":
-            return EngineDead("the engine's scheduler thread has failed")
-        return EngineNotReady(f"the engine is not ready: {state}")
 
     def _enqueue(
         self,
@@ -298,7 +335,7 @@ class Engine:
     ) -> RequestHandle:
         """From here to the handle nothing awaits, so a request can't be left without an owner."""
         if self.state != "ready" or self._lifecycle.runtime is not runtime:
-            raise self._refusal()
+            raise self._lifecycle.refusal()
         params = ask.sampling_params
         check_fits(len(token_ids), params.max_tokens, runtime.scheduler.limits, param=ask.param)
         binding = current_binding.get()
@@ -326,7 +363,7 @@ class Engine:
         except BaseException as error:
             delivery.forget(mailbox)
             if isinstance(error, EngineDead) and self.state in ("draining", "stopped"):
-                raise self._refusal() from None
+                raise self._lifecycle.refusal() from None
             raise
         handle = RequestHandle(mailbox, token_ids, binding)
         if binding is not None:

@@ -72,9 +72,8 @@ class Mailbox:
         if self.failure is None:
             self.failure = error
         self.cancel()
-        self.outbox.ring(self)
         try:
-            self.outbox.flush()
+            self.outbox.ring_now(self)
         except LoopClosed:
             return  # no reader is left
 

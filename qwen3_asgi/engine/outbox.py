@@ -17,11 +17,24 @@ if TYPE_CHECKING:
     from qwen3_asgi.engine.portal import LoopPortal
 
 
+# Readers woken in one turn of their loop. With all of a step's at once the loop would be deaf to
+# everybody else until the last of them has sent its event.
+READERS_PER_TURN = 8
+
+
 class Outbox(Protocol):
     """Rings mailboxes. `ring` and `flush` may be called by any thread and never block."""
 
     def ring(self, mailbox: Mailbox) -> None:
         """Note that this mailbox has news."""
+        ...
+
+    def ring_now(self, mailbox: Mailbox) -> None:
+        """`ring` and `flush` for one that must not wait for its turn.
+
+        Raises:
+            LoopClosed: the readers' loop has ended.
+        """
         ...
 
     def flush(self) -> bool:
@@ -44,6 +57,15 @@ class LoopOutbox:
     def ring(self, mailbox: Mailbox) -> None:
         self._rung.append(mailbox)
 
+    def ring_now(self, mailbox: Mailbox) -> None:
+        # Before anybody else hears of the disconnect that we are told of in this turn: Starlette's
+        # streams cancel themselves then, and the handler would not see why.
+        if self.portal.is_here:
+            mailbox.wake()
+        else:
+            self.ring(mailbox)
+            self.flush()
+
     def flush(self) -> bool:
         if self._scheduled:
             # A loop that closes with a wake-up pending never runs it.
@@ -64,10 +86,16 @@ class LoopOutbox:
         # First the flag, then the queue: what is rung from here on schedules the next wake-up.
         self._scheduled = False
         try:
-            while True:
+            for _ in range(READERS_PER_TURN):
                 self._rung.popleft().wake()
         except IndexError:
             return
+        if self._rung and not self._scheduled:
+            self._scheduled = True
+            try:
+                self.portal.call_next(self._wake_readers)
+            except LoopClosed:
+                self._scheduled = False  # the next flush must find out
 
 
 class LoopBell:
@@ -109,6 +137,9 @@ class ThreadOutbox:
     def ring(self, mailbox: Mailbox) -> None:
         del mailbox
         self._rings.put(None)
+
+    def ring_now(self, mailbox: Mailbox) -> None:
+        self.ring(mailbox)
 
     def flush(self) -> bool:
         return False

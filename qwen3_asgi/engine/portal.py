@@ -70,6 +70,21 @@ class LoopPortal:
         except RuntimeError as error:  # asyncio: loop closed; trio: RunFinishedError
             raise LoopClosed(str(error)) from error
 
+    def call_next(self, function: Callable[[], object]) -> None:
+        """`call_soon` for callers in this loop: in its next turn, after what else is due.
+
+        Raises:
+            LoopClosed: it will never run.
+        """
+        call_next = getattr(self.native, "call_soon", None)  # no need to wake who is awake
+        if call_next is None:
+            self.call_soon(function)
+            return
+        try:
+            call_next(function)
+        except RuntimeError as error:
+            raise LoopClosed(str(error)) from error
+
     def spawn(self, function: Callable[[], Coroutine[Any, Any, None]]) -> object:
         """Run `function` as a task that nobody waits for; it must not raise. In this loop only.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, values
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
+
+from qwen3_asgi.metrics.instruments import multiprocess_mode
 
 _OPENMETRICS = "application/openmetrics-text"
 _NAMES_UNCHANGED = "escaping=allow-utf-8"
@@ -21,13 +23,7 @@ def render(registry: CollectorRegistry, accept_header: str | None = None) -> tup
         # With any other escaping prometheus_client writes `vllm_` for `vllm:` in OpenMetrics, and
         # no dashboard finds it: https://github.com/prometheus/client_python/issues/1177
         encode, content_type = choose_encoder("")
-    return encode(_all_processes() if _multiprocess() else registry), content_type
-
-
-def _multiprocess() -> bool:
-    # prometheus_client chose the mode when it was imported. Reading its environment variable here
-    # could tell otherwise.
-    return values.ValueClass is not values.MutexValue
+    return encode(_all_processes() if multiprocess_mode() else registry), content_type
 
 
 def _all_processes() -> CollectorRegistry:

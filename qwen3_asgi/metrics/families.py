@@ -62,6 +62,13 @@ class FamiliesCollector(Collector):
         with self._lock:
             self._engines = tuple(other for other in self._engines if other is not engine)
 
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    def replace(self, old: Instruments, new: Instruments) -> None:
+        """Show `new` instead of `old`, if that is shown."""
+        self._engines = tuple(new if engine is old else engine for engine in self._engines)
+
     def describe(self) -> Iterable[Metric]:
         """The families without samples: the registry asks for them to see which names clash."""
         return [_metric(family.name, family.help, family.kind) for family in CATALOGUE]
@@ -119,3 +126,17 @@ def detach(registry: CollectorRegistry, engine: Instruments) -> None:
         collector = _collectors.get(registry)
     if collector is not None:
         collector.remove(engine)
+
+
+def after_fork() -> None:
+    """In the child of a fork, where a lock may be held by a thread that is not there."""
+    global _collectors_lock
+    _collectors_lock = threading.Lock()
+    for collector in list(_collectors.values()):
+        collector.after_fork()
+
+
+def replace(old: Instruments, new: Instruments) -> None:
+    """In the child of a fork: show an engine's new instruments wherever it was attached."""
+    for collector in list(_collectors.values()):
+        collector.replace(old, new)

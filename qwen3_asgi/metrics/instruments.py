@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, values
 
 from qwen3_asgi.metrics.catalogue import (
     CATALOGUE,
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from prometheus_client import Metric
+
+
+def multiprocess_mode() -> bool:
+    """Whether prometheus_client keeps its values in files that the processes share."""
+    # It chose when it was imported. Reading its environment variable here could tell otherwise.
+    return values.ValueClass is not values.MutexValue
 
 
 class Instruments:

@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, get_args
 
 from qwen3_asgi.metrics import catalogue, families
-from qwen3_asgi.metrics.instruments import Instruments
+from qwen3_asgi.metrics.instruments import Instruments, multiprocess_mode
 from qwen3_asgi.scheduler.events import FinishReason
 from qwen3_asgi.scheduler.load import LoadSnapshot
 from qwen3_asgi.scheduler.request import State
@@ -62,7 +62,10 @@ class EngineMetrics:
     """
 
     def __init__(self, model_name: str, engine_label: str) -> None:
-        self._instruments = instruments = Instruments(model_name, engine_label)
+        self._use(Instruments(model_name, engine_label))
+
+    def _use(self, instruments: Instruments) -> None:
+        self._instruments = instruments
         self._failed = False
         # Between `on_load` on the scheduler thread and `close` on another.
         self._load_lock = threading.Lock()
@@ -112,6 +115,19 @@ class EngineMetrics:
     def detach(self, registry: CollectorRegistry) -> None:
         """Take this engine's series out of a registry. Its measurements are kept."""
         families.detach(registry, self._instruments)
+
+    def after_fork(self) -> None:
+        """In the child of a fork: count from zero, in every registry that shows this engine.
+
+        With new instruments, since another thread may have held the lock of an old one. Not in
+        prometheus_client's multiprocess mode, which starts a child's files from zero by itself.
+        """
+        old = self._instruments
+        if multiprocess_mode():
+            self._use(old)
+        else:
+            self._use(Instruments(*old.engine_labels))
+            families.replace(old, self._instruments)
 
     def close(self) -> None:
         """The engine has stopped: the gauges fall to zero, all series stay. May be repeated."""

@@ -6,6 +6,7 @@ start was written to exactly the block the table names, by a row with the same t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING
 from qwen3_asgi.scheduler.plan import RequestId, Row, SampledToken, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from qwen3_asgi.scheduler.executor import KVTiers
+    from qwen3_asgi.scheduler.plan import SampleSpec
     from qwen3_asgi.testing.fake_tiers import FakeTiers
+    from qwen3_asgi.testing.gate import StepGate
 
+# From a prompt's token ids to those of the output; None for nonsense.
+Reply = Callable[[Sequence[int]], Sequence[int] | None]
 
 _SEED = 1469598103934665603
 
@@ -49,6 +52,15 @@ class _Prefix:
         self.token = token
         self.after: dict[int, _Prefix] = {}
 
+    def token_ids(self) -> list[int]:
+        """The whole sequence."""
+        ids: list[int] = []
+        at: _Prefix | None = self
+        while at is not None:
+            ids.append(at.token)
+            at = at.before
+        return ids[::-1]
+
 
 def next_token(prefix: Sequence[int], vocab_size: int) -> int:
     """The fake model: a token that depends on the whole prefix, never 0 (reserved for eos)."""
@@ -76,7 +88,12 @@ class FakeExecutor:
 
     Set `before_step` to be called with each plan: it may raise (a failing step), block (a slow
     one), or cancel somebody (in flight). Set `on_drop` to be called inside each `drop_request`.
-    `eos_after` maps a request id to the number of output tokens after which it yields token 0.
+    `eos_after` maps a request id to the number of output tokens after which it yields `eos`.
+    `row_errors` maps one to the message with which its next row fails. `gate` holds steps.
+
+    `reply` decides what it says before `eos` ends it: it is asked once for each request, and what
+    it raises ends the request. Without it, or if it returns None, tokens are deterministic nonsense
+    without an end.
     """
 
     def __init__(
@@ -86,8 +103,14 @@ class FakeExecutor:
         block_size: int = 4,
         max_context_tokens: int = 4096,
         vocab_size: int = 1000,
+        gate: StepGate | None = None,
+        reply: Reply | None = None,
+        eos: int = 0,
         tiers: FakeTiers | None = None,
     ) -> None:
+        self.gate = gate
+        self.reply = reply
+        self.eos = eos
         self._tiers = tiers
         if tiers is not None:
             tiers.read, tiers.write = self._read_block, self._write_block
@@ -105,6 +128,7 @@ class FakeExecutor:
         self.row_errors: dict[str, str] = {}
         self.adapters: dict[str, int] = {}
         self.copied_blocks: list[tuple[int, int]] = []
+        self._replies: dict[RequestId, Sequence[int] | None] = {}
         # slot -> the token prefix whose KV it holds, as a real KV cache would.
         self._slots: dict[int, _Prefix] = {}
         # The first tokens of all sequences, by the adapter (0: none) that they run with.
@@ -127,13 +151,15 @@ class FakeExecutor:
                     tuple(row.block_table),
                 )
             )
-        if self.before_step is not None:
-            try:
+        try:
+            if self.gate is not None:
+                self.gate.enter(plan)
+            if self.before_step is not None:
                 self.before_step(plan)
-            except Exception:
-                for row in plan.rows:
-                    self._spoil(row)
-                raise
+        except Exception:
+            for row in plan.rows:
+                self._spoil(row)
+            raise
         tokens: dict[RequestId, SampledToken] = {}
         errors: dict[RequestId, str] = {}
         for row in plan.rows:
@@ -142,7 +168,10 @@ class FakeExecutor:
                 self._spoil(row)
                 errors[row.request_id] = self.row_errors[row.request_id]
             elif row.sample is not None:
-                tokens[row.request_id] = SampledToken(self._sample(row, prefix))
+                try:
+                    tokens[row.request_id] = SampledToken(self._sample(row, row.sample, prefix))
+                except Exception as error:  # of `reply`
+                    errors[row.request_id] = f"{type(error).__name__}: {error}"
         return StepResult(tokens, errors)
 
     @property
@@ -171,6 +200,7 @@ class FakeExecutor:
 
     def drop_request(self, request_id: RequestId) -> None:
         self.dropped.append(request_id)
+        self._replies.pop(request_id, None)
         if self.on_drop is not None:
             self.on_drop(request_id)
 
@@ -241,11 +271,22 @@ class FakeExecutor:
             for offset, prefix in enumerate(held):
                 self._slots[block * self.block_size + offset] = prefix or self._garbage
 
-    def _sample(self, row: Row, prefix: _Prefix) -> int:
-        spec = row.sample
-        if spec is None:
-            raise RuntimeError("no token is wanted after this row")
+    def _sample(self, row: Row, spec: SampleSpec, prefix: _Prefix) -> int:
         limit = self.eos_after.get(row.request_id)
-        if limit is not None and spec.position >= limit and 0 not in spec.banned_token_ids:
-            return 0
-        return 1 + prefix.value % (self.vocab_size - 1)
+        said = self._said(row, spec, prefix)
+        if said is not None:
+            limit = len(said) if limit is None else min(limit, len(said))
+            if spec.position < limit:
+                return said[spec.position]
+        if limit is not None and spec.position >= limit and self.eos not in spec.banned_token_ids:
+            return self.eos
+        token = 1 + prefix.value % (self.vocab_size - 1)
+        return 0 if token == self.eos else token
+
+    def _said(self, row: Row, spec: SampleSpec, prefix: _Prefix) -> Sequence[int] | None:
+        if self.reply is None:
+            return None
+        if row.request_id not in self._replies:
+            prompt = prefix.token_ids()[: prefix.length - spec.position]
+            self._replies[row.request_id] = self.reply(prompt)
+        return self._replies[row.request_id]

@@ -11,7 +11,7 @@ import anyio.to_thread
 import httpx
 
 from qwen3_asgi.app import create_app
-from qwen3_asgi.errors import InvalidRequest
+from qwen3_asgi.errors import EngineDead, EngineNotReady, InvalidRequest
 from qwen3_asgi.scheduler.load import LoadSnapshot
 from tests.openai.batches import batches
 from tests.text.toy import toy_tokenizer
@@ -95,6 +95,11 @@ class ScriptedEngine:
 
     def start_soon(self) -> None:
         self.starts_asked += 1
+
+    def refusal(self) -> EngineDead | EngineNotReady | None:
+        if self.state == "ready":
+            return None
+        return EngineDead("dead") if self.state == "dead" else EngineNotReady(self.state)
 
     def load(self) -> LoadSnapshot:
         return LoadSnapshot(num_running=2, kv_used_blocks=1, kv_total_blocks=4)

@@ -46,7 +46,7 @@ class Stage:
     async def live(self, count: int) -> None:
         """Return when so many requests were submitted."""
         with anyio.fail_after(GUARD_SECONDS):
-            while len(self.engine._running().delivery) < count:
+            while self.engine.live_requests < count:
                 await anyio.lowlevel.checkpoint()
 
     async def gone(self, *, steps: int = 1) -> None:

@@ -164,9 +164,9 @@ async def test_an_error_raised_during_the_hosts_cancellation_is_not_replaced(
     await stage.gone()
 
 
-async def test_a_bare_cancelled_error_of_the_app_passes_as_it_is(anyio_backend: str) -> None:
+async def test_a_bare_cancelled_error_of_the_app_passes_as_it_is(anyio_backend_name: str) -> None:
     """Not the host's cancellation: the handler awaited an asyncio task that somebody cancelled."""
-    if anyio_backend != "asyncio":
+    if anyio_backend_name != "asyncio":
         pytest.skip("trio has no such thing")
     error = asyncio.CancelledError("a task's")
 
@@ -186,9 +186,9 @@ async def test_a_bare_cancelled_error_of_the_app_passes_as_it_is(anyio_backend: 
 
 
 async def test_a_native_cancellation_of_the_servers_task_passes(
-    stage: Stage, anyio_backend: str
+    stage: Stage, anyio_backend_name: str
 ) -> None:
-    if anyio_backend != "asyncio":
+    if anyio_backend_name != "asyncio":
         pytest.skip("trio has no such thing")
     wire = Wire(EMPTY)
 
@@ -205,7 +205,7 @@ async def test_a_native_cancellation_of_the_servers_task_passes(
 
 
 async def test_a_cancellation_while_the_watcher_lets_go_replaces_nothing(
-    stage: Stage, anyio_backend: str
+    stage: Stage, anyio_backend_name: str
 ) -> None:
     """The server's `receive` takes its time to end; the app has raised by then."""
     stage.gate.open()
@@ -233,7 +233,7 @@ async def test_a_cancellation_while_the_watcher_lets_go_replaces_nothing(
     tasks: list[asyncio.Task[Any]] = []
 
     async def serve() -> None:
-        if anyio_backend == "asyncio":
+        if anyio_backend_name == "asyncio":
             tasks.append(asyncio.current_task())
         with scope:
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -11,38 +10,41 @@ import pytest
 
 from qwen3_asgi.app import create_app
 from qwen3_asgi.config import EngineConfig
-from qwen3_asgi.engine.engine import Engine
-from qwen3_asgi.engine.loading import LoadedModel, SamplingDefaults
-from qwen3_asgi.testing.fake_executor import FakeExecutor
+from qwen3_asgi.testing import (
+    DisconnectingASGITransport,
+    FakeExecutor,
+    StepGate,
+    assert_idle_async,
+    fake_engine,
+)
 from tests.asgi.scripted import call, events
 from tests.openai.batches import body
 from tests.text.toy import toy_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
+
+    from qwen3_asgi.engine.engine import Engine
 
 pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
 
 
-def load(model: str, config: EngineConfig) -> LoadedModel:
-    executor = FakeExecutor(num_kv_blocks=64, block_size=16, vocab_size=256)
-    return LoadedModel(executor, toy_tokenizer(), (), SamplingDefaults(temperature=0.0))
-
-
 def chat(**fields: Any) -> dict[str, Any]:
     return body(messages=[{"role": "user", "content": "hi"}], max_tokens=20) | fields
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - snapshots are read, they ring no bell
-        await anyio.sleep(0.001)
+@pytest.fixture
+def gate() -> StepGate:
+    return StepGate()
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    engine = Engine("folder/toy", EngineConfig(served_model_name="toy"), loader=load)
+async def engine(gate: StepGate) -> AsyncIterator[Engine]:
+    executor = FakeExecutor(num_kv_blocks=64, block_size=16, vocab_size=256, gate=gate)
+    config = EngineConfig(served_model_name="toy")
+    engine = fake_engine(executor, config, tokenizer=toy_tokenizer(), eos_token_ids=())
     try:
         yield engine
     finally:
@@ -105,35 +107,21 @@ async def test_after_a_stop_it_refuses_instead_of_reviving(engine: Engine) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_the_engine(engine: Engine, stream: bool) -> None:
-    await engine.start()
-    gone = anyio.Event()
-    sent: list[Any] = []
-
-    parts = [json.dumps(chat(max_tokens=None, stream=stream)).encode()]
-
-    async def receive() -> dict[str, Any]:
-        if parts:
-            return {"type": "http.request", "body": parts.pop(), "more_body": False}
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": CHAT,
-        "root_path": "",
-        "query_string": b"",
-        "headers": [],
-    }
-    with anyio.fail_after(10):
-        async with anyio.create_task_group() as group:
-            group.start_soon(create_app(engine, metrics=False), scope, receive, send)
-            await until(lambda: engine.load().num_running > 0)
-            gone.set()
-        await until(lambda: engine.load().idle)
-    assert engine.load().kv_used_blocks == 0
-    assert all(message.get("more_body", True) for message in sent)
+async def test_a_client_that_leaves_frees_the_engine(
+    engine: Engine, gate: StepGate, stream: bool
+) -> None:
+    transport = DisconnectingASGITransport(create_app(engine, metrics=False))
+    payload = chat(max_tokens=None, stream=stream)
+    with anyio.fail_after(20):
+        async with (
+            httpx.AsyncClient(transport=transport, base_url="http://test") as http,
+            anyio.create_task_group() as group,
+        ):
+            gate.hold()
+            group.start_soon(lambda: http.post(CHAT, json=payload))
+            held = await gate.held()
+            assert engine.load().num_running == 1
+            group.cancel_scope.cancel()
+        gate.open()
+        await assert_idle_async(engine)
+    assert gate.arrived == held

@@ -5,24 +5,21 @@ Tests wait for what a scheduler has done by the gate and by counts, never by tim
 
 from __future__ import annotations
 
-import threading
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
-import anyio.to_thread
 
 from qwen3_asgi.config import EngineConfig, SamplingParams
-from qwen3_asgi.testing import FakeExecutor, assert_idle, fake_engine
+from qwen3_asgi.testing import FakeExecutor, StepGate, assert_idle_async, fake_engine
 from qwen3_asgi.testing.fake_executor import generate
 from tests.text.toy import toy_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from qwen3_asgi.engine.engine import Engine
-    from qwen3_asgi.scheduler.plan import StepPlan
 
 GUARD_SECONDS = 20.0
 VOCAB = 256
@@ -71,48 +68,12 @@ async def quiet(turns: int = 12) -> None:
 
 async def settle(engine: Engine) -> None:
     """`assert_idle` without blocking the event loop."""
-    await anyio.to_thread.run_sync(assert_idle, engine)
+    await assert_idle_async(engine)
 
 
-class Gate:
-    """Holds an executor's steps. A step `arrives`, then waits until it is allowed."""
+class Gate(StepGate):
+    """In front of one executor; closed unless told otherwise."""
 
     def __init__(self, fake: FakeExecutor, *, open: bool = False) -> None:
-        self._condition = threading.Condition()
-        self._allowed: int | None = None if open else 0
-        self.arrived = 0
-        self.plan: StepPlan | None = None
-        fake.before_step = self._step
-
-    def hold(self) -> None:
-        """From the next step on."""
-        self._change(lambda allowed: 0)
-
-    def allow(self, steps: int) -> None:
-        self._change(lambda allowed: (allowed or 0) + steps)
-
-    def open(self) -> None:
-        self._change(lambda allowed: None)
-
-    async def held(self, arrived: int) -> None:
-        """Return when the scheduler stands in its `arrived`-th step (counted from 1)."""
-        await anyio.to_thread.run_sync(self.held_sync, arrived)
-
-    def held_sync(self, arrived: int) -> None:
-        with self._condition:
-            if not self._condition.wait_for(lambda: self.arrived >= arrived, GUARD_SECONDS):
-                raise AssertionError(f"step {arrived} never came, only {self.arrived}")
-
-    def _change(self, change: Callable[[int | None], int | None]) -> None:
-        with self._condition:
-            self._allowed = change(self._allowed)
-            self._condition.notify_all()
-
-    def _step(self, plan: StepPlan) -> None:
-        with self._condition:
-            self.arrived += 1
-            self.plan = plan
-            self._condition.notify_all()
-            self._condition.wait_for(lambda: self._allowed != 0, GUARD_SECONDS)
-            if self._allowed is not None:
-                self._allowed -= 1
+        super().__init__(open=open, guard_seconds=GUARD_SECONDS)
+        fake.gate = self

@@ -8,16 +8,20 @@ import gc
 import threading
 import weakref
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
 from qwen3_asgi.config import EngineConfig
 from qwen3_asgi.engine.delivery import Delivery
+from qwen3_asgi.engine.handle import RequestHandle
 from qwen3_asgi.engine.mailbox import Mailbox
-from qwen3_asgi.engine.outbox import LoopOutbox
+from qwen3_asgi.engine.outbox import READERS_PER_TURN, LoopOutbox
 from qwen3_asgi.engine.portal import LoopClosed, LoopPortal
 from qwen3_asgi.scheduler.events import Event, Finish
 from qwen3_asgi.scheduler.plan import RequestId, SampledToken
@@ -38,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from qwen3_asgi.engine.engine import Engine
-    from qwen3_asgi.engine.handle import RequestHandle
 
 pytestmark = pytest.mark.anyio
 
@@ -50,6 +53,7 @@ class CountedPortal:
         self._portal = portal
         self.native = portal.native
         self.calls = 0
+        self.turns = 0
         self.held: list[Callable[[], object]] | None = None
         self.is_closed = False  # as trio, which knows it only when it is called
         self.refuses = False
@@ -57,6 +61,12 @@ class CountedPortal:
     @property
     def is_here(self) -> bool:
         return self._portal.is_here
+
+    def call_next(self, function: Callable[[], object]) -> None:
+        if self.refuses:
+            raise LoopClosed("closed")
+        self.turns += 1
+        self._portal.call_next(function)
 
     def call_soon(self, function: Callable[[], object]) -> None:
         if self.refuses:
@@ -117,6 +127,84 @@ async def test_sixty_four_readers_are_woken_once_per_step() -> None:
         assert received == [steps] * 64
         assert portal.calls <= fake.plans
         await settle(engine)
+
+
+async def test_a_neighbour_has_its_turn_between_the_readers_of_one_step() -> None:
+    """Else a host with many streams is deaf, every step, until the last of them was served."""
+    delivery = Delivery(lambda count: None)
+    outbox = delivery.outbox_here()
+    outbox.portal = portal = CountedPortal(outbox.portal)  # type: ignore[assignment]
+    mailboxes = [new_mailbox(delivery, outbox, []) for _ in range(10 * READERS_PER_TURN)]
+    served = 0
+    unheard: list[int] = []
+
+    async def read(mailbox: Mailbox) -> None:
+        nonlocal served
+        await anext(RequestHandle(mailbox, [1], None))
+        served += 1
+
+    async def neighbour() -> None:
+        while served < len(mailboxes):
+            before = served
+            await anyio.lowlevel.checkpoint()
+            unheard.append(served - before)
+
+    with anyio.fail_after(GUARD_SECONDS):
+        async with anyio.create_task_group() as group:
+            for mailbox in mailboxes:
+                group.start_soon(read, mailbox)
+            await anyio.wait_all_tasks_blocked()
+            group.start_soon(neighbour)
+            await anyio.to_thread.run_sync(delivery.deliver, [token(m) for m in mailboxes])
+    assert sum(unheard) == len(mailboxes)
+    # Twice: trio runs what is due in random order, the neighbour first and then last.
+    assert max(unheard) <= 2 * READERS_PER_TURN
+    assert portal.calls == 1, "one wake-up from the thread; the other turns are the loop's own"
+
+
+async def test_a_loop_that_closes_between_two_turns_is_noticed() -> None:
+    cancelled: list[str] = []
+    delivery = Delivery(lambda count: None)
+    outbox = delivery.outbox_here()
+    outbox.portal = portal = CountedPortal(outbox.portal)  # type: ignore[assignment]
+    mailboxes = [new_mailbox(delivery, outbox, cancelled) for _ in range(READERS_PER_TURN + 1)]
+    portal.held = []
+    delivery.deliver([token(m) for m in mailboxes])
+    portal.refuses = True
+    portal.held.pop()()
+    assert cancelled == []
+    delivery.deliver([token(mailboxes[0])])
+    assert cancelled == [mailbox.request_id for mailbox in mailboxes]
+
+
+async def test_what_is_rung_during_the_turns_needs_no_second_wake_up_to_be_read() -> None:
+    delivery = Delivery(lambda count: None)
+    outbox = delivery.outbox_here()
+    outbox.portal = portal = CountedPortal(outbox.portal)  # type: ignore[assignment]
+    mailboxes = [new_mailbox(delivery, outbox, []) for _ in range(3 * READERS_PER_TURN)]
+    got: list[int] = []
+
+    async def read(mailbox: Mailbox) -> None:
+        handle = RequestHandle(mailbox, [1], None)
+        while sum(got) < 2 * len(mailboxes) and handle.finish is None:
+            batch = await anext(handle)
+            got.append(len(batch.tokens))
+
+    with anyio.fail_after(GUARD_SECONDS):
+        async with anyio.create_task_group() as group:
+            for mailbox in mailboxes:
+                group.start_soon(read, mailbox)
+            await anyio.wait_all_tasks_blocked()
+            delivery.deliver([token(m) for m in mailboxes])
+            while not portal.turns:
+                await anyio.lowlevel.checkpoint()
+            last = Finish("length", 1, 0, 2)
+            delivery.deliver(
+                [Event(RequestId(m.request_id), SampledToken(2), last) for m in mailboxes]
+            )
+    assert sum(got) == 2 * len(mailboxes)
+    assert portal.calls <= 2
+    assert len(delivery) == 0
 
 
 async def test_ten_thousand_tokens_reach_sixty_four_readers_in_order() -> None:
@@ -214,6 +302,10 @@ def test_a_loop_that_closes_with_a_wake_up_pending_is_noticed() -> None:
     engine.stop_sync(drain=GUARD_SECONDS)
 
 
+@pytest.mark.skipif(
+    tuple(map(int, version("anyio").split(".")[:2])) < (4, 15),
+    reason="anyio itself keeps each asyncio loop that ran a thread, until 4.15",
+)
 def test_an_engine_keeps_no_event_loop_alive() -> None:
     engine = toy_engine()
 
@@ -234,7 +326,7 @@ def test_an_engine_keeps_no_event_loop_alive() -> None:
 
 
 def new_mailbox(delivery: Delivery, outbox: LoopOutbox, cancelled: list[str]) -> Mailbox:
-    mailbox = Mailbox(RequestId(f"r{id(object())}"), outbox, cancelled.append, lambda phase: None)
+    mailbox = Mailbox(RequestId(uuid4().hex), outbox, cancelled.append, lambda phase: None)
     delivery.register(mailbox)
     return mailbox
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import anyio
@@ -11,9 +10,7 @@ import anyio.to_thread
 import pytest
 from starlette.applications import Starlette
 
-from qwen3_asgi.config import EngineConfig
 from qwen3_asgi.engine.engine import Engine
-from qwen3_asgi.engine.loading import LoadedModel, SamplingDefaults
 from qwen3_asgi.errors import (
     EngineDead,
     EngineNotReady,
@@ -34,32 +31,14 @@ from tests.engine.engines import (
     tokens,
     toy_engine,
 )
+from tests.engine.loader import Loader
 from tests.text.toy import toy_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from qwen3_asgi.engine.handle import RequestHandle
     from qwen3_asgi.scheduler.plan import StepPlan
 
 pytestmark = pytest.mark.anyio
-
-
-class Loader:
-    """Counts its calls, and waits or fails on demand."""
-
-    def __init__(self, before: Callable[[], None] | None = None) -> None:
-        self.calls = 0
-        self.before = before
-        self.loaded: list[LoadedModel] = []
-
-    def __call__(self, name: str, config: EngineConfig) -> LoadedModel:
-        self.calls += 1
-        if self.before is not None:
-            self.before()
-        model = LoadedModel(executor(), toy_tokenizer(), (), SamplingDefaults(temperature=0.0))
-        self.loaded.append(model)
-        return model
 
 
 async def read(handle: RequestHandle) -> list[int]:
@@ -344,29 +323,6 @@ async def test_leaving_the_context_manager_by_cancellation_stops_the_engine() ->
             scope.cancel()
             await anyio.sleep_forever()
     assert engine.state == "stopped"
-
-
-async def test_two_engines_are_independent() -> None:
-    async with running(toy_engine()) as one, running(toy_engine()) as other:
-        for engine in (one, other):
-            await engine.generate(prompt="hello", params=tokens(2))
-        await one.stop()
-        assert (one.state, other.state) == ("stopped", "ready")
-        await other.generate(prompt="hello", params=tokens(2))
-
-
-def test_the_shared_engine_is_one_object_from_all_threads() -> None:
-    barrier = threading.Barrier(16)
-
-    def get(_: int) -> Engine:
-        barrier.wait(GUARD_SECONDS)
-        return Engine.shared("toy-shared", EngineConfig(max_batch=3))
-
-    with ThreadPoolExecutor(16) as pool:
-        engines = list(pool.map(get, range(16)))
-    assert len({id(engine) for engine in engines}) == 1
-    assert Engine.shared("toy-shared", EngineConfig(max_batch=4)) is not engines[0]
-    assert engines[0].state == "new"
 
 
 async def test_a_stopped_engine_keeps_nothing_of_its_model() -> None:

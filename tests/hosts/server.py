@@ -20,12 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 if TYPE_CHECKING:
@@ -35,9 +36,22 @@ ROOT = Path(__file__).parents[2]
 WAIT_SECONDS = 30.0
 POLL_SECONDS = 0.005
 
-ServerKind = Literal["uvicorn", "uvicorn-h11", "hypercorn-asyncio", "hypercorn-trio"]
+ServerKind = Literal[
+    "uvicorn",
+    "uvicorn-h11",
+    "hypercorn-asyncio",
+    "hypercorn-trio",
+    "granian",
+    "daphne",
+    "gunicorn",
+    "gunicorn-asgi",
+]
 
-_ADDRESS = re.compile(r"[Rr]unning on http://127\.0\.0\.1:(\d+)")
+# Of daphne's endpoints the plain one: it may have one with TLS beside it.
+_ADDRESS = re.compile(
+    r"(?:[Rr]unning on|Listening at:) http://127\.0\.0\.1:([1-9]\d*)"
+    r"|endpoint tcp:.*\n.*Listening on TCP address 127\.0\.0\.1:(\d+)"
+)
 
 
 def wait_until(holds: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> None:
@@ -132,8 +146,7 @@ class Server:
         try:
             self.process.wait(seconds)
         finally:
-            self.process.kill()
-            self.process.wait()
+            _kill(self.process)
         return self.log
 
     def stop_cleanly(self) -> None:
@@ -170,12 +183,18 @@ def serve(
     factory: bool = False,
     mount: str = "/llm",
     env: Mapping[str, str] | None = None,
+    lifespan: bool = True,
+    options: Sequence[str] = (),
 ) -> Iterator[Server]:
     """Run `module:attribute` in a server process on a free port; killed at the end.
 
-    With `factory` the attribute is called and returns the app.
+    Args:
+        factory: the attribute is called and returns the app. Not with daphne, which can't.
+        lifespan: false switches the protocol off. hypercorn has no switch, daphne no lifespan.
+        options: more of the server's own command line.
     """
-    with _run(_arguments(server, app, factory=factory), mount, env) as running:
+    arguments = [*_arguments(server, app, factory=factory, lifespan=lifespan), *options]
+    with _run(arguments, mount, env) as running:
         yield running
 
 
@@ -206,28 +225,70 @@ def _run(arguments: Sequence[str], mount: str, env: Mapping[str, str] | None) ->
         finally:
             if running is not None:
                 running.client.close()
-            process.kill()
-            process.wait()
+            _kill(process)
 
 
-def _arguments(server: ServerKind, app: str, *, factory: bool) -> list[str]:
-    if server.startswith("uvicorn"):
-        http = "h11" if server == "uvicorn-h11" else "auto"
-        arguments = ["uvicorn", app, "--port", "0", "--http", http]
-        return [*arguments, "--factory"] if factory else arguments
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With its workers, which would outlive it."""
+    family: list[psutil.Process] = []
+    if process.poll() is None:
+        family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+
+
+def _arguments(server: ServerKind, app: str, *, factory: bool, lifespan: bool) -> list[str]:
+    match server:
+        case "uvicorn" | "uvicorn-h11":
+            http = "h11" if server == "uvicorn-h11" else "auto"
+            off = [] if lifespan else ["--lifespan", "off"]
+            arguments = ["uvicorn", app, "--port", "0", "--http", http, *off]
+            return [*arguments, "--factory"] if factory else arguments
+        case "granian":
+            interface = "asgi" if lifespan else "asginl"
+            arguments = ["granian", app, "--port", "0", "--interface", interface]
+            return [*arguments, "--factory"] if factory else arguments
+        case "daphne":
+            if factory:
+                raise ValueError("daphne calls no factory: give it the app")
+            return ["daphne", app, "--bind", "127.0.0.1", "--port", "0"]
+        case "gunicorn" | "gunicorn-asgi":
+            if not lifespan:
+                raise ValueError("uvicorn's worker class has no switch for the lifespan")
+            worker = "asgi" if server == "gunicorn-asgi" else "uvicorn_worker.UvicornWorker"
+            arguments = ["gunicorn", app + "()" * factory, "--bind", "127.0.0.1:0"]
+            return [*arguments, "--worker-class", worker]
     loop = server.removeprefix("hypercorn-")
+    if not lifespan:
+        raise ValueError("hypercorn cannot switch the lifespan off")
     return ["hypercorn", app + "()" * factory, "--bind", "127.0.0.1:0", "--worker-class", loop]
 
 
 def _port(process: subprocess.Popen[bytes], log_path: Path) -> int:
-    """The port from the server's first lines: no race for a port that was free a moment ago."""
-    found: list[str] = []
+    """The port it listens on: no race for a port that was free a moment ago."""
+    found: list[int] = []
 
     def announced() -> bool:
         log = log_path.read_text(errors="replace")
-        found.extend(_ADDRESS.findall(log))
+        found.extend(int(a or b) for a, b in _ADDRESS.findall(log))
+        if "Started worker" in log:  # granian logs port 0, as it was asked for
+            found.extend(_listening(process.pid))
         assert found or process.poll() is None, f"the server did not start:\n{log}"
         return bool(found)
 
     wait_until(announced, "the server's address in its log")
-    return int(found[0])
+    return found[0]
+
+
+def _listening(pid: int) -> list[int]:
+    """The ports a process or one of its workers listens on."""
+    parent = psutil.Process(pid)
+    return [
+        connection.laddr.port
+        for process in (parent, *parent.children(recursive=True))
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.hosts.apps.stage import MAX_BATCH, MAX_PREFILL_TOKENS
+from tests.hosts.counters import live, read_counters
 from tests.hosts.server import Server, read_until, serve, wait_until
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ HOSTS: dict[str, tuple[str, Any, str, tuple[str, ...]]] = {
     "two mounts deep": ("nested_host:make", "uvicorn", "/tools/llm", ()),
     "fastapi": ("fastapi_host:make", "uvicorn", "/llm", OWN),
     "django": ("django_host:make", "uvicorn", "/llm", OWN),
+    # Without "/sync": these have too few threads on a small machine for all clients at once.
+    "litestar": ("litestar_host:make", "uvicorn", "/llm", ("/generate", "/stream")),
+    "quart": ("quart_host:make", "uvicorn", "/llm", ("/generate", "/stream")),
+    "plain": ("plain_host:make", "uvicorn", "/llm", OWN),
 }
 # How a client leaves is the server's affair, so once for each kind of server is enough.
 WAYS = ("starlette", "starlette h11, no middleware of ours", "starlette on trio")
@@ -186,22 +191,3 @@ def reset(connection: socket.socket) -> None:
     """Close with an RST instead of a FIN, as a crashed client's system does."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
-
-
-def live(server: Server) -> int:
-    load = server.load()
-    return int(load["num_running"] + load["num_waiting"])
-
-
-def read_counters(server: Server) -> dict[str, float]:
-    endings: dict[str, int] = server.get("/stage/state").json()["endings"]
-    finished = endings.get("finished", 0)
-    return {
-        "disconnects": server.metric("qwen3_asgi_client_disconnects_total"),
-        "cancelled": server.metric("qwen3_asgi_requests_cancelled_total"),
-        "aborted": server.metric("vllm:request_success_total", finished_reason="abort"),
-        "wasted": server.metric("qwen3_asgi_wasted_tokens_total"),
-        "generated": server.metric("vllm:generation_tokens_total"),
-        "finished": finished,
-        "unfinished": sum(endings.values()) - finished,
-    }

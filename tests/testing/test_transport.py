@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import anyio
@@ -12,28 +11,12 @@ import httpx
 import pytest
 
 from qwen3_asgi.testing import DisconnectingASGITransport
+from tests.testing.client import END, START, chunk, client
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 
 pytestmark = pytest.mark.anyio
-
-START: Message = {"type": "http.response.start", "status": 201, "headers": [(b"x-a", b"b")]}
-END: Message = {"type": "http.response.body", "body": b""}
-
-
-def chunk(body: bytes) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": True}
-
-
-@asynccontextmanager
-async def client(app: ASGIApp, *, raises: bool = True) -> AsyncIterator[httpx.AsyncClient]:
-    transport = DisconnectingASGITransport(app, raise_app_exceptions=raises)
-    with anyio.fail_after(10):
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            yield http
 
 
 async def test_the_request_reaches_the_app_as_it_was_sent() -> None:
@@ -45,7 +28,7 @@ async def test_the_request_reaches_the_app_as_it_was_sent() -> None:
         await send(END)
         seen.append(await receive())
 
-    async with client(app) as http:
+    async with client(app) as (http, _):
         response = await http.post("/a/b?c=d", content=b"body", headers={"X-Name": "v"})
     scope, body, last = seen
     assert (response.status_code, response.headers["x-a"], response.content) == (201, "b", b"")
@@ -68,7 +51,7 @@ async def test_a_chunk_is_visible_before_the_app_ends() -> None:
         await send(END)
 
     received = []
-    async with client(app) as http, http.stream("GET", "/") as response:
+    async with client(app) as (http, _), http.stream("GET", "/") as response:
         async for piece in response.aiter_raw():
             received.append(piece)
             go_on.set()
@@ -87,7 +70,7 @@ async def test_hanging_up_mid_stream_is_a_disconnect_and_cancels_nothing() -> No
         await anyio.lowlevel.checkpoint()
         notes.append("ran on")
 
-    async with client(app) as http, http.stream("GET", "/"):
+    async with client(app) as (http, _), http.stream("GET", "/"):
         assert notes == []
     assert notes == [{"type": "http.disconnect"}] * 2 + ["ran on"]
 
@@ -103,7 +86,7 @@ async def test_hanging_up_before_the_response_is_a_disconnect() -> None:
         await send(START)
         notes.append("ran on")
 
-    async with client(app) as http, anyio.create_task_group() as group:
+    async with client(app) as (http, _), anyio.create_task_group() as group:
         group.start_soon(http.get, "/")
         await started.wait()
         group.cancel_scope.cancel()
@@ -118,7 +101,7 @@ async def test_leaving_the_client_hangs_up_what_is_still_open() -> None:
         await send(START)
         notes.append(await receive())
 
-    async with client(app) as http:
+    async with client(app) as (http, _):
         response = await http.send(http.build_request("GET", "/"), stream=True)
     assert notes == [{"type": "http.disconnect"}]
     await response.aclose()
@@ -130,7 +113,7 @@ async def test_an_exception_before_the_response_comes_out_of_the_request() -> No
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise error
 
-    async with client(app) as http:
+    async with client(app) as (http, _):
         with pytest.raises(LookupError) as caught:
             await http.get("/")
     assert caught.value is error
@@ -142,7 +125,7 @@ async def test_an_exception_mid_stream_comes_out_of_reading() -> None:
         await send(chunk(b"first"))
         raise LookupError("app")
 
-    async with client(app) as http:
+    async with client(app) as (http, _):
         with pytest.raises(LookupError):
             await http.get("/")
 
@@ -155,7 +138,7 @@ async def test_an_exception_after_the_hang_up_comes_out_of_leaving_the_client() 
         raise LookupError("app")
 
     async def use() -> None:
-        async with client(app) as http, http.stream("GET", "/"):
+        async with client(app) as (http, _), http.stream("GET", "/"):
             pass
 
     with pytest.raises(LookupError):
@@ -169,9 +152,13 @@ async def test_exceptions_can_be_turned_into_what_a_client_would_see() -> None:
             await send(chunk(b"cut"))
         raise LookupError("app")
 
-    async with client(app, raises=False) as http:
+    async with client(app, raise_app_exceptions=False) as (http, _):
         assert (await http.get("/early")).status_code == 500
-        assert (await http.get("/late")).content == b"cut"
+        async with http.stream("GET", "/late") as response:
+            pieces = response.aiter_raw()
+            assert await anext(pieces) == b"cut"
+            with pytest.raises(httpx.RemoteProtocolError):
+                await anext(pieces)
 
 
 async def test_an_error_of_the_test_itself_comes_out_bare_and_ends_the_app() -> None:
@@ -180,7 +167,7 @@ async def test_an_error_of_the_test_itself_comes_out_bare_and_ends_the_app() -> 
         await anyio.sleep_forever()
 
     async def use() -> None:
-        async with client(app) as http, http.stream("GET", "/"):
+        async with client(app) as (http, _), http.stream("GET", "/"):
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -196,8 +183,9 @@ async def test_nothing_is_left_unclosed() -> None:
             await receive()
         await send(START)
         await send(chunk(b"x"))
+        await receive()
 
-    async with client(app) as http:
+    async with client(app) as (http, _):
         async with http.stream("GET", "/"):
             pass
         with anyio.move_on_after(0.001):

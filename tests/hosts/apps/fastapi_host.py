@@ -25,7 +25,7 @@ class Asked(BaseModel):
         return SamplingParams(max_tokens=self.max_tokens)
 
 
-def build(stage: Stage) -> ASGIApp:
+def build(stage: Stage) -> FastAPI:
     engine = stage.engine
     app = FastAPI(lifespan=engine.lifespan)
     app.mount("/llm", create_app(engine, registry=stage.registry))

@@ -6,7 +6,6 @@ noticed, let go, and then count what was still computed: no assertion needs a cl
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from qwen3_asgi import EngineConfig, SamplingParams
-from qwen3_asgi.testing import FakeExecutor, fake_engine
+from qwen3_asgi.testing import FakeExecutor, StepGate, fake_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 STEP_SECONDS = 0.01
 MAX_PREFILL_TOKENS = 64
 MAX_BATCH = 6
-HOLD_SECONDS = 60.0
 
 
 class Stage:
@@ -38,25 +36,22 @@ class Stage:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.registry = registry
-        self.executor = FakeExecutor(num_kv_blocks=4096, block_size=16, vocab_size=512)
+        self.gate = StepGate()
+        self.executor = FakeExecutor(
+            num_kv_blocks=4096, block_size=16, vocab_size=512, gate=self.gate
+        )
         self.executor.before_step = self._pace
         config = EngineConfig(max_batch=MAX_BATCH, max_prefill_tokens=MAX_PREFILL_TOKENS)
         self.engine = fake_engine(self.executor, config)
         self.endings: Counter[str] = Counter()
-        self._go = threading.Event()
-        self._go.set()
-        self._held = threading.Event()
 
     def hold(self) -> int:
         """Wait until a step is held; returns how many were begun. Something must be running."""
-        self._held.clear()
-        self._go.clear()
-        if not self._held.wait(HOLD_SECONDS):
-            raise RuntimeError("no step began: nothing is running")
-        return self.executor.plans
+        self.gate.hold()
+        return self.gate.held_sync()
 
     def release(self) -> None:
-        self._go.set()
+        self.gate.open()
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -87,9 +82,6 @@ class Stage:
 
     def _pace(self, plan: StepPlan) -> None:
         del plan
-        if not self._go.is_set():
-            self._held.set()
-            self._go.wait(HOLD_SECONDS)
         time.sleep(STEP_SECONDS)
 
 

@@ -16,7 +16,7 @@ from qwen3_asgi import DisconnectMiddleware, create_app
 from tests.hosts.apps.stage import Stage, params
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from starlette.middleware.base import RequestResponseEndpoint
     from starlette.requests import Request
@@ -28,8 +28,13 @@ async def pass_on(request: Request, call_next: RequestResponseEndpoint) -> Respo
     return await call_next(request)
 
 
-def build(stage: Stage, *, watched: bool = True) -> ASGIApp:
-    """`watched=False` leaves `DisconnectMiddleware` out: the mounted app's own watch remains."""
+def build(
+    stage: Stage, *, watched: bool = True, stack: Sequence[Middleware] | None = None
+) -> Starlette:
+    """`watched=False` leaves `DisconnectMiddleware` out: the mounted app's own watch remains.
+
+    `stack` is all the middleware instead, ours included.
+    """
     engine = stage.engine
 
     async def generate(request: Request) -> Response:
@@ -59,6 +64,10 @@ def build(stage: Stage, *, watched: bool = True) -> ASGIApp:
         return StreamingResponse(lines(), media_type="text/plain")
 
     watch = [Middleware(DisconnectMiddleware)] if watched else []
+    hiding = [
+        Middleware(BaseHTTPMiddleware, dispatch=pass_on),
+        Middleware(GZipMiddleware, minimum_size=1),
+    ]
     return Starlette(
         routes=[
             Route("/generate", generate, methods=["POST"]),
@@ -66,11 +75,7 @@ def build(stage: Stage, *, watched: bool = True) -> ASGIApp:
             Route("/stream", stream, methods=["POST"]),
             Mount("/llm", create_app(engine, registry=stage.registry)),
         ],
-        middleware=[
-            *watch,
-            Middleware(BaseHTTPMiddleware, dispatch=pass_on),
-            Middleware(GZipMiddleware, minimum_size=1),
-        ],
+        middleware=stack or [*watch, *hiding],
     )
 
 
