@@ -98,24 +98,22 @@ class Steps:
         active = queues[State.ACTIVE]
         prefilling = queues[State.PREFILLING]
         budget = self._limits.max_prefill_tokens
+        planned: list[tuple[Lane, Step]] = []
+
+        def add(lane: Lane, decode: list[Request], prefill: list[tuple[Request, Row]]) -> None:
+            if decode or prefill:
+                self.number += 1
+                planned.append((lane, Step(self.number, decode, prefill)))
+
+        growing = self._admission.growing
         if self._lanes is None:
-            found: list[tuple[Lane, Step]] = [
-                (
-                    "decode",
-                    self._make(
-                        decoding(active, self._admission.growing),
-                        prefill_rows(prefilling, budget) if len(prefilling) else [],
-                    ),
-                )
-            ]
-        else:
-            found = []
-            if "decode" not in self._flying and len(active):
-                step = self._make(decoding(active, self._admission.growing), [])
-                found.append(("decode", step))
-            if "prefill" not in self._flying and len(prefilling):
-                found.append(("prefill", self._make([], prefill_rows(prefilling, budget))))
-        return [(lane, step) for lane, step in found if step.plan.rows]
+            add("decode", decoding(active, growing), prefill_rows(prefilling, budget))
+            return planned
+        if "decode" not in self._flying:
+            add("decode", decoding(active, growing), [])
+        if "prefill" not in self._flying:
+            add("prefill", [], prefill_rows(prefilling, budget))
+        return planned
 
     @property
     def overlaps(self) -> bool:
@@ -126,7 +124,6 @@ class Steps:
         """Start a step on its lane; its requests are `inflight` until it has landed."""
         if self._lanes is None:
             raise RuntimeError("there are no lanes")
-        self.number = step.plan.step
         self._before_write()
         for request in step.requests():
             self._queues.put(request, State.INFLIGHT)
@@ -135,7 +132,6 @@ class Steps:
 
     def execute(self, step: Step) -> StepResult | Exception:
         """Run a step on this thread; `land` its result."""
-        self.number = step.plan.step
         self._before_write()
         begin = self.running_since = self._clock()
         try:
@@ -194,9 +190,6 @@ class Steps:
             self._land_prefill(request, row, result, now, first, intervals)
         if first or intervals:
             self._observer.on_tokens(first, intervals)
-
-    def _make(self, decoding: list[Request], prefilling: list[tuple[Request, Row]]) -> Step:
-        return Step(self.number + 1, decoding, prefilling)
 
     def _land_from(self, lane: Lane, result: StepResult | Exception, seconds: float) -> None:
         step = self._flying.pop(lane)

@@ -6,6 +6,7 @@ start was written to exactly the block the table names, by a row with the same t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -129,6 +130,8 @@ class FakeExecutor:
         self.adapters: dict[str, int] = {}
         self.copied_blocks: list[tuple[int, int]] = []
         self._replies: dict[RequestId, Sequence[int] | None] = {}
+        # With overlap there are two steps at a time.
+        self._lock = threading.Lock()
         # slot -> the token prefix whose KV it holds, as a real KV cache would.
         self._slots: dict[int, _Prefix] = {}
         # The first tokens of all sequences, by the adapter (0: none) that they run with.
@@ -137,29 +140,35 @@ class FakeExecutor:
         self._garbage = _Prefix(None, -1)
 
     def step(self, plan: StepPlan) -> StepResult:
-        self.plans += 1
-        if self._tiers is not None:
-            self._tiers.before_step()
-        for row in plan.rows:
-            self.rows.append(
-                RowCall(
-                    plan.step,
-                    row.request_id,
-                    row.kind,
-                    row.start,
-                    tuple(row.token_ids),
-                    tuple(row.block_table),
+        with self._lock:
+            self.plans += 1
+            if self._tiers is not None:
+                self._tiers.before_step()
+            for row in plan.rows:
+                self.rows.append(
+                    RowCall(
+                        plan.step,
+                        row.request_id,
+                        row.kind,
+                        row.start,
+                        tuple(row.token_ids),
+                        tuple(row.block_table),
+                    )
                 )
-            )
         try:
             if self.gate is not None:
                 self.gate.enter(plan)
             if self.before_step is not None:
                 self.before_step(plan)
         except Exception:
-            for row in plan.rows:
-                self._spoil(row)
+            with self._lock:
+                for row in plan.rows:
+                    self._spoil(row)
             raise
+        with self._lock:
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         tokens: dict[RequestId, SampledToken] = {}
         errors: dict[RequestId, str] = {}
         for row in plan.rows:

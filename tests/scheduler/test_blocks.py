@@ -227,14 +227,6 @@ def test_integrity_check_sees_a_lost_block() -> None:
         pool.check_integrity([])
 
 
-def test_integrity_check_sees_a_mutable_block_in_two_tables() -> None:
-    pool = BlockPool(4, SIZE)
-    (block,) = pool.allocate(1, None)
-    pool._references[block] = 2
-    with pytest.raises(RuntimeError, match="mutable"):
-        pool.check_integrity([[block], [block]])
-
-
 def test_digests_are_stable_across_processes() -> None:
     root = root_digest("")
     assert root.hex() == "8b0f1c5ee594084b8528c67d367efc75"

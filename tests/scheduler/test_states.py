@@ -364,3 +364,13 @@ def test_repeated_failures_end_the_loop() -> None:
     }
     load = harness.scheduler.load
     assert (load.num_running, load.num_waiting, load.kv_used_blocks) == (0, 0, 0)
+
+
+def test_integrity_check_sees_a_shared_block_that_is_written_to() -> None:
+    harness = Harness()
+    first, second = harness.submit("a", 3), harness.submit("b", 3)
+    harness.step()
+    harness.scheduler._pool.share(first.blocks[-1:])
+    second.blocks.append(first.blocks[-1])
+    with pytest.raises(RuntimeError, match="request a writes to shared KV blocks"):
+        harness.check()
