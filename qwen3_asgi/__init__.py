@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from qwen3_asgi.app import create_app
     from qwen3_asgi.config import EngineConfig, SamplingParams
+    from qwen3_asgi.engine.adapters import AdapterInfo
     from qwen3_asgi.engine.engine import Engine
     from qwen3_asgi.engine.handle import RequestHandle, TokenBatch
     from qwen3_asgi.engine.output import Delta, GenerationOutput
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         EngineOverloaded,
         GenerationCancelled,
         GenerationFailed,
+        GenerationTimeout,
         InvalidRequest,
         ModelLoadError,
         Qwen3Error,
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME = {
+    "AdapterInfo": "engine.adapters",
     "ClientDisconnected": "errors",
     "ContextLengthExceeded": "errors",
     "Delta": "engine.output",
@@ -51,6 +54,7 @@ _HOME = {
     "GenerationCancelled": "errors",
     "GenerationFailed": "errors",
     "GenerationOutput": "engine.output",
+    "GenerationTimeout": "errors",
     "InvalidRequest": "errors",
     "LoadSnapshot": "scheduler.load",
     "ModelLoadError": "errors",
@@ -62,6 +66,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AdapterInfo",
     "ClientDisconnected",
     "ContextLengthExceeded",
     "Delta",
@@ -75,6 +80,7 @@ __all__ = [
     "GenerationCancelled",
     "GenerationFailed",
     "GenerationOutput",
+    "GenerationTimeout",
     "InvalidRequest",
     "LoadSnapshot",
     "ModelLoadError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -10,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
+from qwen3_asgi.asgi.adapters import AdapterRoutes
 from qwen3_asgi.asgi.auth import ApiKeyAuth
 from qwen3_asgi.asgi.body import DEFAULT_MAX_BODY_BYTES
 from qwen3_asgi.asgi.errors import http_exception_response, unexpected_error_response
@@ -24,17 +26,19 @@ if TYPE_CHECKING:
 
     from starlette.types import Scope
 
-    from qwen3_asgi.asgi.serving import ServingEngine
+    from qwen3_asgi.asgi.serving import PathLike, ServingEngine
 
 
 def create_app(
     engine: ServingEngine,
     *,
     api_key: str | Sequence[str] | None = None,
+    lora_folders: PathLike | Sequence[PathLike] = (),
     metrics: bool = True,
     registry: CollectorRegistry | None = None,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     keep_alive_seconds: float = DEFAULT_KEEP_ALIVE_SECONDS,
+    allow_priority: bool = False,
 ) -> Starlette:
     """Return an app with OpenAI's routes under `/v1`, and health, load and metrics beside them.
 
@@ -43,22 +47,32 @@ def create_app(
             share one.
         api_key: one or several keys, any of which a request must bring as its bearer token.
             `/health` and `/ready` stay open.
+        lora_folders: LoRA adapters may be loaded over HTTP, from below these folders; none: not at
+            all. Whoever may generate may do it, so have a key.
         metrics: put the engine's gauges into the registry and serve it at `/metrics`.
         registry: prometheus_client's default registry when None.
         max_body_bytes: longer request bodies get a 413.
         keep_alive_seconds: a stream that is silent for so long gets a comment, for proxies.
+        allow_priority: requests may set `priority`, and so overtake others; else it is refused.
 
     Raises:
-        ValueError: `api_key` is empty.
+        ValueError: `api_key` or a folder is empty.
     """
     chosen = REGISTRY if registry is None else registry
     if metrics:
         engine.metrics(registry=chosen)
-    status = StatusRoutes(engine, chosen)
+    created = int(time.time())
+    status = StatusRoutes(engine, chosen, created)
+    adapters = AdapterRoutes(engine, lora_folders, created)
     guard = [] if api_key is None else [Middleware(ApiKeyAuth, keys=_keys(api_key))]
 
     def generation(route: type[GenerationRoute]) -> GenerationRoute:
-        return route(engine, max_body_bytes=max_body_bytes, keep_alive_seconds=keep_alive_seconds)
+        return route(
+            engine,
+            max_body_bytes=max_body_bytes,
+            keep_alive_seconds=keep_alive_seconds,
+            allow_priority=allow_priority,
+        )
 
     routes = [
         Route(
@@ -70,6 +84,8 @@ def create_app(
         Route("/v1/completions", generation(Completions), methods=["POST"], middleware=guard),
         Route("/v1/models", status.models, middleware=guard),
         Route("/v1/models/{model:path}", status.model, middleware=guard),
+        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"], middleware=guard),
+        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"], middleware=guard),
         Route("/load", status.load, middleware=guard),
         Route("/version", status.version, middleware=guard),
         Route("/health", status.health),

@@ -58,6 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     serve.add_argument("--api-key", help="require this bearer token")
     serve.add_argument(
+        "--lora-folder",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="let clients load LoRA adapters from below this folder; may be repeated",
+    )
+    serve.add_argument(
         "--drain",
         type=float,
         default=10.0,
@@ -140,7 +147,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             self.should_exit = True
 
     config = uvicorn.Config(
-        create_app(engine, api_key=arguments.api_key),
+        create_app(engine, api_key=arguments.api_key, lora_folders=arguments.lora_folder),
         host=arguments.host,
         port=arguments.port,
         log_level=arguments.log_level,

@@ -15,6 +15,8 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 ColdStart = Literal["wait", "refuse"]
 
 MAX_LOGPROBS = 20
+# Far above `EngineConfig.max_n`, which says what an engine takes.
+MAX_CHOICES = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -32,8 +34,18 @@ class EngineConfig:
     checkpoint's `generation_config.json`, `"openai"` uses temperature 1 and no truncation.
     `host_kv_gib` of host memory (0: none) take KV blocks that are evicted from the device, and
     behind it a file of `kv_file_gib`, if `kv_file` names one, which survives a restart.
+    With `overlap`, prompts are computed beside decode steps, on a thread of their own, so that they
+    hold up nobody's tokens; on a CPU both share its cores.
+    `max_adapters` is the most LoRA adapters at a time.
+    `max_queue` bounds the requests that wait beyond a full batch, `max_queue_tokens` the prompt
+    tokens that are not computed yet (None: no bound); more of them is `EngineOverloaded`. `max_n`
+    is the most outputs that one request may ask for. `max_timeout` is in seconds, and the deadline
+    also of requests that set none. After `max_failures` failed steps in a row the engine is dead.
+    A step that takes more than `step_warn_seconds` (None: whatever it takes) is reported.
     `cold_start` is for requests that come while the model is being loaded: `"wait"` lets them wait,
     `"refuse"` answers with `EngineNotReady` all but the one that began the start.
+    `tracing` makes OpenTelemetry spans of requests, `trace_iterations` keeps a record of so many of
+    the scheduler's last iterations (`Engine.trace`).
     """
 
     device: str = "auto"
@@ -43,8 +55,15 @@ class EngineConfig:
     max_prefill_tokens: int = 512
     max_batch: int = 32
     max_context_tokens: int | None = None
+    max_adapters: int = 32
     max_queue: int = 1024
+    max_queue_tokens: int | None = None
+    max_n: int = 16
+    max_timeout: float | None = None
+    max_failures: int = 8
+    step_warn_seconds: float | None = 30.0
     prefix_cache: bool = True
+    overlap: bool = False
     num_threads: int | None = None
     served_model_name: str | None = None
     generation_config: Literal["auto", "openai"] = "auto"
@@ -52,13 +71,27 @@ class EngineConfig:
     kv_file: str | None = None
     kv_file_gib: float = 4.0
     cold_start: ColdStart = "wait"
+    tracing: bool = False
+    trace_iterations: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_prefill_tokens", "max_batch", "max_queue"):
+        for name in (
+            "block_size",
+            "max_prefill_tokens",
+            "max_batch",
+            "max_adapters",
+            "max_queue",
+            "max_n",
+            "max_failures",
+        ):
             _positive(name, getattr(self, name))
-        for name in ("num_kv_blocks", "max_context_tokens", "num_threads"):
+        for name in ("num_kv_blocks", "max_context_tokens", "num_threads", "max_queue_tokens"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        for name in ("max_timeout", "step_warn_seconds"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise ValueError(f"{name} must be greater than 0, got {seconds}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(
                 f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}"
@@ -75,6 +108,8 @@ class EngineConfig:
             raise ValueError("kv_file must be a path or None")
         if not self.prefix_cache and (self.host_kv_gib or self.kv_file is not None):
             raise ValueError("host_kv_gib and kv_file are of no use without prefix_cache")
+        if self.trace_iterations < 0:
+            raise ValueError(f"trace_iterations must be at least 0, got {self.trace_iterations}")
         if self.cold_start not in ("wait", "refuse"):
             raise ValueError(f"cold_start must be 'wait' or 'refuse', got {self.cold_start!r}")
 
@@ -82,6 +117,9 @@ class EngineConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. `None` means: the model's default.
+
+    `n` outputs share one computation of the prompt. The first is what `n=1` gives; the seeds of the
+    others follow from its seed.
 
     Raises:
         InvalidRequest: a field is out of its range; `param` names it.
@@ -98,6 +136,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -111,6 +150,7 @@ class SamplingParams:
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _in_range("min_p", self.min_p, 0.0, 1.0)
         _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _in_range("n", self.n, 1, MAX_CHOICES)
         _in_range("seed", self.seed, -(2**63), 2**63 - 1)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(

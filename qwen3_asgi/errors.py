@@ -39,7 +39,7 @@ class EngineNotReady(Qwen3Error):
 
 
 class EngineOverloaded(Qwen3Error):
-    """The waiting queue is full; `retry_after` is in seconds."""
+    """The waiting queue is full; `retry_after`, in seconds, follows from how fast others finish."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)

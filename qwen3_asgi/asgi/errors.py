@@ -18,6 +18,7 @@ from qwen3_asgi.errors import (
     EngineOverloaded,
     GenerationCancelled,
     GenerationFailed,
+    GenerationTimeout,
     InvalidRequest,
 )
 from qwen3_asgi.openai.errors import error_body
@@ -30,7 +31,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("qwen3_asgi.asgi")
 
-_INVALID_STATUS = {"model_not_found": 404, "request_too_large": 413}
+_INVALID_STATUS = {
+    "lora_loading_disabled": 403,
+    "model_not_found": 404,
+    "request_too_large": 413,
+}
 # A dead engine needs a restart: there is no use in asking again at once.
 _DEAD_RETRY_SECONDS = 10.0
 
@@ -62,6 +67,10 @@ def error_reply(error: Exception) -> ErrorReply:
         case GenerationCancelled():
             body = error_body(str(error), type="server_error", code="generation_cancelled")
             return ErrorReply(503, body, _retry_after(1.0))
+        case GenerationTimeout():
+            body = error_body(str(error), type="timeout_error", code="generation_timeout")
+            # OpenAI's clients ask again after a 504, for the same work under the same deadline.
+            return ErrorReply(504, body, {"x-should-retry": "false"})
         case GenerationFailed():
             body = error_body(str(error), type="server_error", code="generation_failed")
             return ErrorReply(500, body)

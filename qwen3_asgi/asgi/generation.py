@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from qwen3_asgi.asgi.body import read_body
 from qwen3_asgi.asgi.errors import error_reply, logger, send_error
@@ -23,7 +23,8 @@ from qwen3_asgi.openai.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    check_model,
+    check_priority,
+    choose_adapter,
 )
 
 if TYPE_CHECKING:
@@ -34,6 +35,17 @@ if TYPE_CHECKING:
     from qwen3_asgi.asgi.serving import Handle, ServingEngine
     from qwen3_asgi.config import SamplingParams
 
+
+class Asked(TypedDict):
+    """The arguments of `ServingEngine.submit` that do not say what to continue."""
+
+    params: SamplingParams
+    cache_salt: str
+    adapter: str | None
+    timeout: float | None
+    priority: int
+
+
 AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 # Below this, parsing costs less than the way to a thread and back.
 _PARSE_ON_LOOP_BYTES = 64 * 1024
@@ -43,9 +55,15 @@ class GenerationRoute(ABC):
     """What both routes share. Subclasses are ASGI apps, one per mounted app."""
 
     def __init__(
-        self, engine: ServingEngine, *, max_body_bytes: int, keep_alive_seconds: float
+        self,
+        engine: ServingEngine,
+        *,
+        max_body_bytes: int,
+        keep_alive_seconds: float,
+        allow_priority: bool,
     ) -> None:
         self._engine = engine
+        self._allow_priority = allow_priority
         self._max_body_bytes = max_body_bytes
         self._keep_alive_seconds = keep_alive_seconds
 
@@ -68,8 +86,18 @@ class GenerationRoute(ABC):
             request = parse_request(body, model)
         else:
             request = await self._engine.offload(parse_request, body, model)
-        check_model(request.model, self._engine.model_name)
         return request
+
+    def _asked(self, request: GenerationRequest, params: SamplingParams) -> Asked:
+        """The arguments of `submit` that both routes have."""
+        adapters = [info.name for info in self._engine.adapters()]
+        return {
+            "params": params,
+            "cache_salt": request.cache_salt or "",
+            "adapter": choose_adapter(request.model, self._engine.model_name, adapters),
+            "timeout": request.timeout,
+            "priority": check_priority(request.priority, allowed=self._allow_priority),
+        }
 
     async def _reply(
         self,
@@ -78,14 +106,14 @@ class GenerationRoute(ABC):
         reply: ChatReply | CompletionReply,
         send: Send,
     ) -> None:
-        """Read every handle to its end and answer."""
+        """Read every handle to its end and answer; each has `n` choices."""
         if request.stream:
             await self._stream(request, handles, reply, send)
             return
 
         async def read(index: int, handle: Handle) -> None:
             async for batch in handle:
-                reply.push(index, batch)
+                reply.push(index * request.choices + batch.choice, batch)
 
         await run_together([partial(read, i, handle) for i, handle in enumerate(handles)])
         await send_json(send, reply.body())
@@ -101,7 +129,7 @@ class GenerationRoute(ABC):
 
         async def read(index: int, handle: Handle) -> None:
             async for batch in handle:
-                chunks = reply.stream(index, batch)
+                chunks = reply.stream(index * request.choices + batch.choice, batch)
                 await events.send_frames([json_event(chunk) for chunk in chunks])
 
         async def produce() -> None:
@@ -127,13 +155,12 @@ class ChatCompletions(GenerationRoute):
 
     async def _answer(self, body: bytes, send: Send) -> None:
         request = await self._parse(body, ChatRequest)
-        params = request.sampling()
+        asked = self._asked(request, request.sampling())
         handle = await self._engine.submit(
             messages=request.messages,
             tools=request.offered_tools,
             enable_thinking=request.thinking,
-            params=params,
-            cache_salt=request.cache_salt or "",
+            **asked,
         )
         try:
             reply = ChatReply(request, self._engine.tokenizer, handle.prompt_token_ids)
@@ -143,16 +170,16 @@ class ChatCompletions(GenerationRoute):
 
 
 class Completions(GenerationRoute):
-    """`POST /v1/completions`: one choice per prompt."""
+    """`POST /v1/completions`: `n` choices per prompt."""
 
     async def _answer(self, body: bytes, send: Send) -> None:
         request = await self._parse(body, CompletionRequest)
-        params = request.sampling()
+        asked = self._asked(request, request.sampling())
         prompts = request.prompts
         handles: list[Handle] = []
         try:
             for prompt in prompts:
-                handle = await self._submit(prompt, params, request.cache_salt or "")
+                handle = await self._submit(prompt, asked)
                 handles.append(handle)  # at once: a later refusal must cancel this one
             ids = [handle.prompt_token_ids for handle in handles]
             reply = CompletionReply(request, self._engine.tokenizer, prompts, ids)
@@ -161,17 +188,11 @@ class Completions(GenerationRoute):
             for handle in handles:
                 handle.cancel()
 
-    async def _submit(
-        self, prompt: str | list[int], params: SamplingParams, cache_salt: str
-    ) -> Handle:
+    async def _submit(self, prompt: str | list[int], asked: Asked) -> Handle:
         try:
             if isinstance(prompt, str):
-                return await self._engine.submit(
-                    prompt=prompt, params=params, cache_salt=cache_salt
-                )
-            return await self._engine.submit(
-                prompt_token_ids=prompt, params=params, cache_salt=cache_salt
-            )
+                return await self._engine.submit(prompt=prompt, **asked)
+            return await self._engine.submit(prompt_token_ids=prompt, **asked)
         except InvalidRequest as error:
             if error.param in ("prompt_token_ids", "messages"):  # the wire has one name for both
                 error.param = "prompt"

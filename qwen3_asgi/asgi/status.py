@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from dataclasses import asdict
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -14,38 +14,52 @@ from qwen3_asgi.asgi.errors import error_response
 from qwen3_asgi.asgi.responses import encode_json
 from qwen3_asgi.errors import EngineDead, EngineNotReady, InvalidRequest
 from qwen3_asgi.metrics import render
-from qwen3_asgi.openai.requests import check_model
+from qwen3_asgi.openai.requests import choose_adapter
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from starlette.requests import Request
 
     from qwen3_asgi.asgi.serving import ServingEngine
+    from qwen3_asgi.engine.adapters import AdapterInfo
 
 
 class StatusRoutes:
     """Endpoints that only read; `ready` alone also starts an engine that was left to first use."""
 
-    def __init__(self, engine: ServingEngine, registry: CollectorRegistry) -> None:
+    def __init__(self, engine: ServingEngine, registry: CollectorRegistry, created: int) -> None:
         self._engine = engine
         self._registry = registry
-        self._created = int(time.time())
+        self._created = created
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
+        name, created = self._engine.model_name, self._created
+        adapters = [adapter_entry(info, name, created) for info in self._engine.adapters()]
+        return _json({"object": "list", "data": [_entry(name, created), *adapters]})
 
     async def model(self, request: Request) -> Response:
+        adapters = {info.name: info for info in self._engine.adapters()}
+        name = self._engine.model_name
         try:
-            check_model(request.path_params["model"], self._engine.model_name)
+            chosen = choose_adapter(request.path_params["model"], name, adapters)
         except InvalidRequest as error:
             return error_response(error)
-        return _json(self._model())
+        if chosen is None:
+            return _json(_entry(name, self._created))
+        return _json(adapter_entry(adapters[chosen], name, self._created))
 
     async def health(self, request: Request) -> Response:
-        """Alive: an engine not started yet is healthy, a dead one has to be replaced."""
+        """Alive: an engine not started yet is healthy, a dead one has to be replaced.
+
+        A stalled one is told of, but may well come back: on a CPU a step can take its time.
+        """
         refusal = self._engine.refusal()
         if isinstance(refusal, EngineDead):
             return error_response(refusal)
+        stalled = self._engine.stalled_seconds
+        if stalled is not None:
+            detail = f"a step has been running for {stalled:.0f} s"
+            return _json({"status": "stalled", "detail": detail})
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
@@ -74,13 +88,14 @@ class StatusRoutes:
     async def version(self, request: Request) -> Response:
         return _json({"version": qwen3_asgi.__version__})
 
-    def _model(self) -> dict[str, Any]:
-        return {
-            "id": self._engine.model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "qwen3-asgi",
-        }
+
+def adapter_entry(info: AdapterInfo, base: str, created: int) -> dict[str, Any]:
+    """An adapter in the list of models. Of its path only the end is told."""
+    return {**_entry(info.name, created), "parent": base, "root": PurePath(info.path).name}
+
+
+def _entry(name: str, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "qwen3-asgi"}
 
 
 def _json(payload: Any) -> Response:

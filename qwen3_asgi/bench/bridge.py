@@ -154,7 +154,7 @@ class _Round:
         thread = threading.Thread(target=self._deliver, args=(step, last), name="bench bridge")
         async with anyio.create_task_group() as group:
             for mailbox in mailboxes:
-                group.start_soon(self._read, RequestHandle(mailbox, [1], None))
+                group.start_soon(self._read, RequestHandle([mailbox], [1], None))
             await anyio.wait_all_tasks_blocked()
             begin, cpu = time.perf_counter(), time.process_time()
             thread.start()

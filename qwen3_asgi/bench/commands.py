@@ -6,6 +6,7 @@ Imports no benchmark until one is run: the command line must start fast.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -63,7 +64,58 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     host.set_defaults(run=_host)
 
-    for kind in (storm, seam, bridge, host):
+    chaos = kinds.add_parser("chaos", help="everything goes wrong for a while: what is left?")
+    chaos.add_argument("--model", choices=["fake", "tiny"], default="fake")
+    chaos.add_argument("--minutes", type=float, default=20.0)
+    chaos.add_argument("-n", "--clients", type=int, default=36)
+    chaos.add_argument("--leave", type=float, default=0.5, help="the part that hangs up")
+    chaos.add_argument("--fail-every", type=int, default=200, metavar="STEPS")
+    chaos.add_argument("--prompts", type=int, default=24, help="different prompts")
+    chaos.add_argument("--overlap", action="store_true", help="prefill beside decode")
+    chaos.add_argument("--seed", type=int, default=0)
+    chaos.set_defaults(run=_chaos)
+
+    scheduler = kinds.add_parser("scheduler", help="what an iteration and a sweep cost")
+    scheduler.add_argument(
+        "--live", type=int, nargs="+", default=[1, 256, 1024, 4096], help="requests at once"
+    )
+    scheduler.add_argument("--max-active", type=int, default=256, help="where the rest waits")
+    scheduler.add_argument("--rounds", type=int, default=5)
+    scheduler.add_argument("--iterations", type=int, default=40, help="of each scene and round")
+    scheduler.add_argument("--sweeps", type=int, default=3, help="of each scene and round")
+    scheduler.set_defaults(run=_scheduler)
+
+    itl = kinds.add_parser("itl", help="time between tokens while long prompts arrive")
+    _add_model(itl, prompt_tokens=16_384)
+    itl.add_argument("-n", "--clients", type=int, default=8, help="who decode")
+    itl.add_argument("--prompts", type=int, default=3, help="one after the other")
+    itl.add_argument(
+        "--overlap", choices=["on", "off"], help="only with or without it; both by default"
+    )
+    itl.set_defaults(run=_itl)
+
+    timeline = kinds.add_parser("timeline", help="an SVG picture of what the scheduler does")
+    timeline.add_argument("svg", type=Path, help="the file to write")
+    _add_model(timeline, prompt_tokens=4096)
+    timeline.add_argument("-n", "--clients", type=int, default=4, help="who decode")
+    timeline.add_argument("--overlap", action="store_true")
+    timeline.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="draw this trace; run nothing"
+    )
+    timeline.add_argument(
+        "--save", type=Path, metavar="FILE", help="write the trace, too, as JSON lines"
+    )
+    timeline.add_argument("--title", default="scheduler")
+    timeline.add_argument(
+        "--window",
+        type=float,
+        nargs=2,
+        metavar=("BEGIN", "END"),
+        help="only this part, in milliseconds",
+    )
+    timeline.set_defaults(run=_timeline, json=False)
+
+    for kind in (storm, seam, bridge, host, chaos, scheduler, itl):
         kind.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -73,6 +125,14 @@ def _add_loop(parser: argparse.ArgumentParser) -> None:
         choices=["asyncio", "uvloop", "trio"],
         help="one event loop instead of all that are installed",
     )
+
+
+def _add_model(parser: argparse.ArgumentParser, *, prompt_tokens: int) -> None:
+    parser.add_argument("--prompt-tokens", type=int, default=prompt_tokens, help="of a long prompt")
+    parser.add_argument(
+        "--chunk-tokens", type=int, default=512, help="EngineConfig's prefill limit"
+    )
+    parser.add_argument("--device", default="cpu")
 
 
 def _storm(arguments: argparse.Namespace) -> int:
@@ -132,6 +192,25 @@ def _bridge(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _chaos(arguments: argparse.Namespace) -> int:
+    from qwen3_asgi.bench.chaos import ChaosOptions, run_chaos, table
+
+    report = run_chaos(
+        ChaosOptions(
+            model=arguments.model,
+            minutes=arguments.minutes,
+            clients=arguments.clients,
+            leave=arguments.leave,
+            fail_every=arguments.fail_every,
+            prompts=arguments.prompts,
+            overlap=arguments.overlap,
+            seed=arguments.seed,
+        )
+    )
+    print(report.to_json() if arguments.json else table(report))
+    return 0 if report.ok else 1
+
+
 def _host(arguments: argparse.Namespace) -> int:
     from qwen3_asgi.bench.host import HostOptions, run_host, table
     from qwen3_asgi.bench.host_app import HostSettings
@@ -152,4 +231,71 @@ def _host(arguments: argparse.Namespace) -> int:
         )
     )
     print(report.to_json() if arguments.json else table(report))
+    return 0
+
+
+def _scheduler(arguments: argparse.Namespace) -> int:
+    from qwen3_asgi.bench.scheduler import SchedulerOptions, run_scheduler, table, to_json
+
+    reports = run_scheduler(
+        SchedulerOptions(
+            live=tuple(arguments.live),
+            max_active=arguments.max_active,
+            rounds=arguments.rounds,
+            iterations=arguments.iterations,
+            sweeps=arguments.sweeps,
+        )
+    )
+    print(to_json(reports) if arguments.json else table(reports))
+    return 0
+
+
+def _itl(arguments: argparse.Namespace) -> int:
+    from qwen3_asgi.bench.itl import ItlOptions, run_itl, table, to_json
+
+    overlap = (False, True) if arguments.overlap is None else (arguments.overlap == "on",)
+    measured = run_itl(
+        ItlOptions(
+            clients=arguments.clients,
+            prompt_tokens=arguments.prompt_tokens,
+            chunk_tokens=arguments.chunk_tokens,
+            prompts=arguments.prompts,
+            overlap=overlap,
+            device=arguments.device,
+        )
+    )
+    print(to_json(measured) if arguments.json else table(measured))
+    return 0
+
+
+def _timeline(arguments: argparse.Namespace) -> int:
+    from qwen3_asgi.bench.drawing import Window, timeline, whole
+    from qwen3_asgi.bench.timeline import TimelineOptions, record
+    from qwen3_asgi.scheduler.trace import from_json_lines, to_json_lines
+
+    try:
+        if arguments.source is None:
+            trace = record(
+                TimelineOptions(
+                    clients=arguments.clients,
+                    prompt_tokens=arguments.prompt_tokens,
+                    chunk_tokens=arguments.chunk_tokens,
+                    overlap=arguments.overlap,
+                    device=arguments.device,
+                )
+            )
+        else:
+            trace = from_json_lines(arguments.source.read_text(encoding="utf-8").splitlines())
+        window = whole(trace)
+        if arguments.window is not None:
+            begin, end = (window.begin + ms / 1000 for ms in arguments.window)
+            window = Window(begin, end)
+        picture = timeline(trace, arguments.title, window)
+    except (OSError, ValueError) as error:
+        print(f"nothing to draw: {error}", file=sys.stderr)
+        return 2
+    if arguments.save is not None:
+        arguments.save.write_text("\n".join([*to_json_lines(trace), ""]), encoding="utf-8")
+    arguments.svg.write_text(picture, encoding="utf-8")
+    print(f"{arguments.svg}: {len(trace.iterations)} iterations")
     return 0

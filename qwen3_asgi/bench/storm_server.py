@@ -13,6 +13,8 @@ from qwen3_asgi.bench.host_app import HostSettings, host_process, make_engine
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from starlette.types import ASGIApp
+
     from qwen3_asgi.bench.host_app import ServerName
 
 POLL_SECONDS = 0.001
@@ -27,7 +29,7 @@ def storm_server(model: str, server: ServerName | None) -> Iterator[str]:
     """
     settings = HostSettings(model, server or "uvicorn")
     if server is None:
-        with _in_process(settings) as url:
+        with make_engine(settings) as engine, serve_here(create_app(engine)) as url:
             yield url
     else:
         with host_process(settings) as url:
@@ -35,22 +37,24 @@ def storm_server(model: str, server: ServerName | None) -> Iterator[str]:
 
 
 @contextmanager
-def _in_process(settings: HostSettings) -> Iterator[str]:
+def serve_here(app: ASGIApp) -> Iterator[str]:
+    """The base URL of an app that uvicorn serves in a thread of this process.
+
+    Raises:
+        ValueError: it did not start.
+    """
     import uvicorn
 
-    with make_engine(settings) as engine:
-        config = uvicorn.Config(
-            create_app(engine), port=0, log_level="warning", lifespan="off", ws="none"
-        )
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, name="storm server")
-        thread.start()
-        try:
-            while not server.started:
-                if not thread.is_alive():
-                    raise ValueError("the server did not start")
-                time.sleep(POLL_SECONDS)
-            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
+    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, name="server")
+    thread.start()
+    try:
+        while not server.started:
+            if not thread.is_alive():
+                raise ValueError("the server did not start")
+            time.sleep(POLL_SECONDS)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -36,6 +36,10 @@ class Delivery:
         self._mailboxes: dict[RequestId, Mailbox] = {}
         # Taken by submitters only, never by the scheduler thread.
         self._lock = threading.Lock()
+        # Prompt tokens that came in, and those that are computed or not needed any more: each is
+        # written on one side only, so the scheduler thread need not take the lock.
+        self._tokens_in = 0
+        self._tokens_done = 0
         # An outbox refers to its loop; held weakly here, so that no loop outlives its requests.
         self._outboxes: WeakValueDictionary[object, LoopOutbox] = WeakValueDictionary()
         self._idle: Future[None] | None = None
@@ -44,6 +48,11 @@ class Delivery:
     def __len__(self) -> int:
         """Live requests, including those that the scheduler has not drained yet."""
         return len(self._mailboxes)
+
+    @property
+    def unprefilled_tokens(self) -> int:
+        """Prompt tokens of live requests that have no token yet."""
+        return self._tokens_in - self._tokens_done
 
     def outbox_here(self) -> LoopOutbox:
         """The outbox of the running event loop."""
@@ -54,13 +63,27 @@ class Delivery:
                 outbox = self._outboxes[portal.native] = LoopOutbox(portal)
             return outbox
 
-    def register(self, mailbox: Mailbox) -> None:
-        """Before its request is submitted."""
-        self._mailboxes[mailbox.request_id] = mailbox
+    def register(
+        self, *mailboxes: Mailbox, check: Callable[[int, int], None] | None = None
+    ) -> None:
+        """All of them, before their requests are submitted.
 
-    def forget(self, mailbox: Mailbox) -> None:
-        """Its request was never submitted."""
-        self._mailboxes.pop(mailbox.request_id, None)
+        `check` gets the numbers of live requests and of their unprefilled tokens; no other
+        submitter comes between it and the registration. If it raises, nothing is registered.
+        """
+        with self._lock:
+            if check is not None:
+                check(len(self._mailboxes), self.unprefilled_tokens)
+            for mailbox in mailboxes:
+                self._mailboxes[mailbox.request_id] = mailbox
+                self._tokens_in += mailbox.unprefilled
+
+    def forget(self, *mailboxes: Mailbox) -> None:
+        """Their requests were never submitted."""
+        with self._lock:
+            for mailbox in mailboxes:
+                if self._mailboxes.pop(mailbox.request_id, None) is not None:
+                    self._tokens_in -= mailbox.unprefilled
         self._answer_idle()
 
     def when_idle(self) -> Future[None]:
@@ -93,6 +116,9 @@ class Delivery:
             if mailbox is None:
                 continue
             mailbox.push(event)
+            if mailbox.unprefilled:
+                self._tokens_done += mailbox.unprefilled
+                mailbox.unprefilled = 0
             mailbox.outbox.ring(mailbox)
             touched[mailbox.outbox] = None
             if event.finish is not None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import time
-import uuid
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import anyio
-import anyio.to_thread
-from anyio.lowlevel import RunVar
 
 from qwen3_asgi.config import EngineConfig, SamplingParams
+from qwen3_asgi.engine.adapting import AdapterMethods
 from qwen3_asgi.engine.binding import current_binding
-from qwen3_asgi.engine.handle import RequestHandle
-from qwen3_asgi.engine.intake import Ask, Asked, Messages, make_request
+from qwen3_asgi.engine.intake import Ask, Asked, Messages
 from qwen3_asgi.engine.lifecycle import EngineState, Lifecycle, Runtime
 from qwen3_asgi.engine.loading import LoadedModel, Loader, load_model, served_name
-from qwen3_asgi.engine.mailbox import Mailbox
+from qwen3_asgi.engine.offload import ThreadLimit
 from qwen3_asgi.engine.outbox import Outbox, ThreadOutbox
 from qwen3_asgi.engine.output import Collector, GenerationOutput
 from qwen3_asgi.engine.portal import in_event_loop, wait_future
@@ -28,10 +25,16 @@ from qwen3_asgi.engine.process import (
     shared_engine,
 )
 from qwen3_asgi.engine.stream import DeltaStream
-from qwen3_asgi.errors import EngineDead, EngineNotReady, EngineOverloaded
+from qwen3_asgi.engine.submission import (
+    check_choices,
+    seconds_allowed,
+    submit,
+    within,
+    within_sync,
+)
+from qwen3_asgi.errors import EngineDead, EngineNotReady, GenerationTimeout
 from qwen3_asgi.metrics.recorder import EngineMetrics
 from qwen3_asgi.scheduler.load import LoadSnapshot
-from qwen3_asgi.scheduler.request import check_fits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -39,17 +42,18 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
+    from qwen3_asgi.engine.handle import RequestHandle
+    from qwen3_asgi.scheduler.trace import SchedulerTrace
     from qwen3_asgi.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 DRAIN_SECONDS = 30.0
-# Threads per event loop for tokenising; not the loop's default threads, which the host's own
-# blocking endpoints may have taken, waiting for the very tokens that we would start.
+# Per event loop, for tokenising.
 OFFLOAD_THREADS = 4
-_offload_limiter: RunVar[anyio.CapacityLimiter] = RunVar("qwen3_asgi_offload")
+_offload = ThreadLimit("qwen3_asgi_offload", OFFLOAD_THREADS)
 
 
-class Engine:
+class Engine(AdapterMethods):
     """A Qwen3 model behind one scheduler thread. Building it starts and loads nothing.
 
     Args:
@@ -129,6 +133,22 @@ class Engine:
         if (stopping := self._lifecycle.begin_stop()) is not None:
             stopping.finish_sync(drain)
 
+    async def restart(self, *, drain: float = DRAIN_SECONDS) -> None:
+        """`stop` if it runs, then `start`: out of every state, also a dead engine.
+
+        Whoever is inside a `with` block or a lifespan stays inside. Requests that come meanwhile
+        are refused with `EngineNotReady`, and while it starts they wait as for the first start.
+
+        Raises: as `start`.
+        """
+        await self.stop(drain=drain)
+        await self.start()
+
+    def restart_sync(self, *, drain: float = DRAIN_SECONDS) -> None:
+        """`restart` for threads."""
+        self.stop_sync(drain=drain)
+        self.start_sync()
+
     def after_fork(self) -> None:
         """In the child of a fork, called by the process: what was started there did not come along.
 
@@ -185,6 +205,9 @@ class Engine:
         tools: Sequence[Any] | None = None,
         enable_thinking: bool = True,
         cache_salt: str = "",
+        adapter: str | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 (a deadline in the scheduler)
+        priority: int = 0,
     ) -> RequestHandle:
         """Queue one generation and return its handle; read it on this event loop.
 
@@ -197,10 +220,14 @@ class Engine:
             tools: OpenAI's tool definitions, for the chat template.
             enable_thinking: whether the chat template lets the model think first.
             cache_salt: prefix-cache blocks are shared only between requests with the same salt.
+            adapter: name of a LoRA adapter to run with; None is the model itself.
+            timeout: seconds from this call to the last token; then it ends by `GenerationTimeout`.
+            priority: the lower, the sooner admitted and the later preempted; arrival decides ties.
 
         Raises:
             InvalidRequest: wrong arguments; ContextLengthExceeded if it can never fit.
             EngineOverloaded: the queue is full.
+            GenerationTimeout: the time was up before the engine had started.
             EngineNotReady, EngineDead: the engine is stopping, stopped or dead, or is starting and
                 `EngineConfig.cold_start` is "refuse".
             ClientDisconnected: the client of the bound HTTP request has gone already.
@@ -213,9 +240,17 @@ class Engine:
             tools=tools,
             enable_thinking=enable_thinking,
             cache_salt=cache_salt,
+            adapter=adapter,
+            timeout=timeout,
+            priority=priority,
         )
         arrival = time.monotonic()
-        runtime = await wait_future(self._runtime())
+        check_choices(ask.sampling_params.n, self.config)
+        try:
+            runtime = await within(seconds_allowed(ask, self.config), self._runtime())
+        except GenerationTimeout:
+            self._metrics.on_timeout()
+            raise
         token_ids = await self.offload(ask.encode, runtime.model.tokenizer)
         return self._enqueue(runtime, ask, token_ids, arrival, runtime.delivery.outbox_here())
 
@@ -229,7 +264,12 @@ class Engine:
             raise RuntimeError("this would block the event loop; await the async method instead")
         ask = Ask(**asked)
         arrival = time.monotonic()
-        runtime = self._runtime().result()
+        check_choices(ask.sampling_params.n, self.config)
+        try:
+            runtime = within_sync(seconds_allowed(ask, self.config), self._runtime())
+        except GenerationTimeout:
+            self._metrics.on_timeout()
+            raise
         token_ids = ask.encode(runtime.model.tokenizer)
         return self._enqueue(runtime, ask, token_ids, arrival, ThreadOutbox())
 
@@ -243,6 +283,9 @@ class Engine:
     async def generate(self, **asked: Unpack[Asked]) -> GenerationOutput:
         """Generate to the end. Cancelling the caller cancels the request.
 
+        With `SamplingParams(n=…)` the result is the first output, and its `outputs` are all of
+        them.
+
         Raises: as `submit`, and as reading a `RequestHandle`.
         """
         handle = await self.submit(**asked)
@@ -250,7 +293,7 @@ class Engine:
             collector = self._collector(asked)
             async for batch in handle:
                 collector.add(batch)
-            return _whole(collector, handle)
+            return collector.output(handle.request_id)
         finally:
             handle.cancel()
 
@@ -264,18 +307,13 @@ class Engine:
             collector = self._collector(asked)
             for batch in handle.read_sync():
                 collector.add(batch)
-            return _whole(collector, handle)
+            return collector.output(handle.request_id)
         finally:
             handle.cancel()
 
     async def offload(self, function: Callable[..., T], *args: Any) -> T:
         """Run a short blocking function in a thread of the engine's own."""
-        try:
-            limiter = _offload_limiter.get()
-        except LookupError:
-            limiter = anyio.CapacityLimiter(OFFLOAD_THREADS)
-            _offload_limiter.set(limiter)
-        return await anyio.to_thread.run_sync(function, *args, limiter=limiter)
+        return await _offload.run(function, *args)
 
     # ---- what it tells the world ----
 
@@ -297,6 +335,17 @@ class Engine:
 
             registry = REGISTRY
         self._metrics.attach(registry)
+
+    @property
+    def stalled_seconds(self) -> float | None:
+        """How long a step has been running that takes more than `step_warn_seconds`; else None."""
+        runtime = self._lifecycle.runtime
+        return None if runtime is None else runtime.watchdog.stalled_seconds
+
+    @property
+    def trace(self) -> SchedulerTrace | None:
+        """The record of the scheduler's last iterations, with `EngineConfig.trace_iterations`."""
+        return self._lifecycle.trace
 
     def refusal(self) -> EngineDead | EngineNotReady | None:
         """Why a generation sent now would not be taken at once; None if it would."""
@@ -333,45 +382,11 @@ class Engine:
         arrival: float,
         outbox: Outbox,
     ) -> RequestHandle:
-        """From here to the handle nothing awaits, so a request can't be left without an owner."""
         if self.state != "ready" or self._lifecycle.runtime is not runtime:
             raise self._lifecycle.refusal()
-        params = ask.sampling_params
-        check_fits(len(token_ids), params.max_tokens, runtime.scheduler.limits, param=ask.param)
-        binding = current_binding.get()
-        if binding is not None:
-            binding.check()
-        delivery = runtime.delivery
-        if len(delivery) >= self.config.max_queue + self.config.max_batch:
-            raise EngineOverloaded(
-                f"{len(delivery)} requests are live; the queue takes {self.config.max_queue}"
-            )
-        request = make_request(
-            uuid.uuid4().hex,
-            token_ids,
-            params,
-            runtime.model,
-            cache_salt=ask.cache_salt,
-            arrival=arrival,
-        )
-        mailbox = Mailbox(
-            request.id, outbox, runtime.scheduler.cancel, self._metrics.on_client_disconnect
-        )
-        delivery.register(mailbox)
         try:
-            runtime.scheduler.submit(request)
-        except BaseException as error:
-            delivery.forget(mailbox)
-            if isinstance(error, EngineDead) and self.state in ("draining", "stopped"):
+            return submit(runtime, ask, token_ids, arrival, outbox, self.config, self._metrics)
+        except EngineDead:
+            if self.state in ("draining", "stopped"):
                 raise self._lifecycle.refusal() from None
             raise
-        handle = RequestHandle(mailbox, token_ids, binding)
-        if binding is not None:
-            binding.bind(mailbox)
-        return handle
-
-
-def _whole(collector: Collector, handle: RequestHandle) -> GenerationOutput:
-    if handle.finish is None:  # unreachable: reading ends with a finish or raises
-        raise EngineDead("the token stream ended without a terminal event")
-    return collector.output(handle, handle.finish)

@@ -1,14 +1,15 @@
-"""What `Engine.submit` returns: a request that can be read and cancelled."""
+"""What `Engine.submit` returns: a request that can be read and cancelled, with all its outputs."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from qwen3_asgi.engine.outbox import LoopOutbox, ThreadOutbox
 from qwen3_asgi.errors import GenerationCancelled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from qwen3_asgi.engine.binding import RequestBinding
     from qwen3_asgi.engine.mailbox import Mailbox
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TokenBatch(NamedTuple):
-    """Every token that arrived since the last read; the last batch has `finish`.
+    """Every token of output `choice` that arrived since it was last read; the last has `finish`.
 
     If `finish.stop_token` is set, the last token is that stop token: generated and counted, but not
     part of the text.
@@ -25,6 +26,7 @@ class TokenBatch(NamedTuple):
 
     tokens: tuple[SampledToken, ...]
     finish: Finish | None
+    choice: int = 0
 
     @property
     def text_tokens(self) -> tuple[SampledToken, ...]:
@@ -37,34 +39,41 @@ class TokenBatch(NamedTuple):
 class RequestHandle:
     """One submitted request. Iterate it (`async for`) on the event loop that submitted it.
 
-    Dropping the handle cancels the request. Iteration raises instead of yielding when the request
-    ends otherwise than by itself:
+    With `n` outputs the batches of all of them come interleaved; `finish` is the first one's, set
+    once all have ended. Dropping the handle cancels the request. Iteration raises instead of
+    yielding when an output ends otherwise than by itself, and the others are cancelled then:
 
     Raises:
         ClientDisconnected: the client of the bound HTTP request has gone.
         GenerationCancelled: it was cancelled, or the engine stopped.
         GenerationFailed: the step that carried it failed.
+        GenerationTimeout: its time was up.
         EngineDead: the scheduler thread failed.
     """
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        mailboxes: Sequence[Mailbox],
         prompt_token_ids: list[int],
         binding: RequestBinding | None,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.finish: Finish | None = None
-        self._mailbox = mailbox
+        self._mailboxes = tuple(mailboxes)  # with one outbox and one bell
         self._binding = binding
+        # Outputs without their end, the next to be read first: none of them starves the others.
+        self._open = deque(enumerate(mailboxes))
+        self._first_finish: Finish | None = None
+        self._failure: Exception | None = None
 
     @property
     def request_id(self) -> str:
-        return self._mailbox.request_id
+        return self._mailboxes[0].request_id
 
     def cancel(self) -> None:
         """Cancel the request. Idempotent; from any thread; returns at once."""
-        self._mailbox.cancel()
+        for mailbox in self._mailboxes:
+            mailbox.cancel()
         self._unbind()
 
     def __aiter__(self) -> RequestHandle:
@@ -73,28 +82,32 @@ class RequestHandle:
     async def __anext__(self) -> TokenBatch:
         if self.finish is not None:
             raise StopAsyncIteration
-        mailbox = self._mailbox
-        outbox = mailbox.outbox
+        outbox = self._mailboxes[0].outbox
         if not isinstance(outbox, LoopOutbox) or not outbox.portal.is_here:
             raise RuntimeError("a handle must be read on the event loop that submitted it")
-        await mailbox.bell.wait(mailbox.is_ready)
+        await self._mailboxes[0].bell.wait(self._is_ready)
         return self._take()
 
     def read_sync(self) -> Iterator[TokenBatch]:
         """Iterate a handle from `Engine.submit_sync` in a thread; blocks between batches."""
-        mailbox = self._mailbox
-        outbox = mailbox.outbox
+        outbox = self._mailboxes[0].outbox
         if not isinstance(outbox, ThreadOutbox):
             raise RuntimeError("this handle belongs to an event loop; read it with `async for`")
         while self.finish is None:
-            outbox.wait(mailbox.is_ready)
+            outbox.wait(self._is_ready)
             yield self._take()
 
+    def _is_ready(self) -> bool:
+        return self._failure is not None or any(mailbox.is_ready() for _, mailbox in self._open)
+
     def _take(self) -> TokenBatch:
-        mailbox = self._mailbox
-        if mailbox.failure is not None:
-            self._unbind()
-            raise mailbox.failure
+        """Of the next output that is ready."""
+        failure = self._failure or self._failed()
+        if failure is not None:
+            raise self._fail(failure)
+        while not self._open[0][1].events:
+            self._open.rotate(-1)
+        index, mailbox = self._open.popleft()
         tokens = []
         finish: Finish | None = None
         for _ in range(len(mailbox.events)):
@@ -102,20 +115,35 @@ class RequestHandle:
             if event.token is not None:
                 tokens.append(event.token)
             finish = event.finish
-        if finish is not None:
-            self._unbind()
-            if finish.reason == "error" or finish.reason == "abort":
-                # Kept, so that whoever reads again gets it again and does not wait forever.
-                mailbox.failure = finish.error or GenerationCancelled("the request was cancelled")
-                raise mailbox.failure
-            self.finish = finish
-        return TokenBatch(tuple(tokens), finish)
+        if finish is None:
+            self._open.append((index, mailbox))
+        elif finish.reason == "error" or finish.reason == "abort":
+            raise self._fail(finish.error or GenerationCancelled("the request was cancelled"))
+        else:
+            if index == 0:
+                self._first_finish = finish
+            if not self._open:
+                self._unbind()
+                self.finish = self._first_finish
+        return TokenBatch(tuple(tokens), finish, index)
+
+    def _failed(self) -> Exception | None:
+        for _, mailbox in self._open:
+            if mailbox.failure is not None:
+                return mailbox.failure
+        return None
+
+    def _fail(self, failure: Exception) -> Exception:
+        # Kept, so that whoever reads again gets it again and does not wait forever.
+        self._failure = failure
+        self.cancel()
+        return failure
 
     def _unbind(self) -> None:
         if self._binding is not None:
-            self._binding.unbind(self._mailbox)
+            for mailbox in self._mailboxes:
+                self._binding.unbind(mailbox)
 
     def __del__(self) -> None:
         # May run in any thread, in the middle of anything: `cancel` is lock-free for that reason.
-        self._mailbox.cancel()
-        self._unbind()
+        self.cancel()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from qwen3_asgi.text.tokenizer import Tokenizer
 
 Messages = Sequence[Any]
+MAX_PRIORITY = 2**31 - 1
 T = TypeVar("T")
 
 
@@ -32,6 +35,9 @@ class Asked(TypedDict, total=False):
     tools: Sequence[Any] | None
     enable_thinking: bool
     cache_salt: str
+    adapter: str | None
+    timeout: float | None
+    priority: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +45,8 @@ class Ask:
     """One checked call of `Engine.submit`; fields as its arguments.
 
     Raises:
-        InvalidRequest: not exactly one of the three ways to say what to continue.
+        InvalidRequest: not exactly one of the three ways to say what to continue; or `timeout` or
+            `priority` is out of its range.
     """
 
     prompt: str | None = None
@@ -49,12 +56,25 @@ class Ask:
     tools: Sequence[Any] | None = None
     enable_thinking: bool = True
     cache_salt: str = ""
+    adapter: str | None = None
+    timeout: float | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         given = [self.prompt, self.messages, self.prompt_token_ids]
         if sum(value is not None for value in given) != 1:
             raise InvalidRequest(
                 "give exactly one of prompt, messages and prompt_token_ids", param="prompt"
+            )
+        if self.timeout is not None and not 0 < self.timeout < math.inf:
+            raise InvalidRequest(
+                f"timeout must be greater than 0, got {self.timeout}", param="timeout"
+            )
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise InvalidRequest(
+                f"priority must be at least -{MAX_PRIORITY} and at most {MAX_PRIORITY}, "
+                f"got {self.priority}",
+                param="priority",
             )
 
     @property
@@ -97,28 +117,46 @@ def check_token_ids(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]
     return checked
 
 
-def make_request(
+def make_requests(
     request_id: str,
     token_ids: list[int],
-    params: SamplingParams,
+    ask: Ask,
     model: LoadedModel,
     *,
-    cache_salt: str,
     arrival: float,
-) -> Request:
-    """The scheduler's request for these token ids."""
-    return Request(
-        request_id,
-        token_ids,
-        sampling=fill_in(params, model.defaults),
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        eos_token_ids=() if params.ignore_eos else model.eos_token_ids,
-        stop_token_ids=params.stop_token_ids,
-        stop_check=StopStringCheck(model.tokenizer, params.stop) if params.stop else None,
-        cache_salt=cache_salt,
-        arrival=arrival,
-    )
+    deadline: float | None,
+) -> list[Request]:
+    """The scheduler's requests for these token ids, one an output; the others fork the first."""
+    params = ask.sampling_params
+    sampling = fill_in(params, model.defaults)
+    requests: list[Request] = []
+    for choice in range(params.n):
+        request = Request(
+            f"{request_id}-{choice}" if choice else request_id,
+            token_ids,
+            sampling=replace(sampling, seed=choice_seed(sampling.seed, choice)),
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            eos_token_ids=() if params.ignore_eos else model.eos_token_ids,
+            stop_token_ids=params.stop_token_ids,
+            stop_check=StopStringCheck(model.tokenizer, params.stop) if params.stop else None,
+            cache_salt=ask.cache_salt,
+            arrival=arrival,
+            adapter=ask.adapter,
+            priority=ask.priority,
+            deadline=deadline,
+            fork_of=requests[0] if choice else None,
+        )
+        requests.append(request)
+    return requests
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one output. A sum would give neighbouring seeds each other's outputs."""
+    if not choice:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def fill_in(params: SamplingParams, defaults: SamplingDefaults) -> Sampling:

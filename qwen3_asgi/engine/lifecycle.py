@@ -18,10 +18,15 @@ from typing import TYPE_CHECKING, Literal
 
 import anyio
 
+from qwen3_asgi.engine.adapters import Adapters
 from qwen3_asgi.engine.delivery import Delivery
 from qwen3_asgi.engine.portal import wait_future
+from qwen3_asgi.engine.watchdog import Watchdog
 from qwen3_asgi.errors import EngineDead, EngineNotReady, ModelLoadError, Qwen3Error
+from qwen3_asgi.metrics.observers import Observers
+from qwen3_asgi.metrics.spans import RequestSpans, check_installed
 from qwen3_asgi.scheduler.loop import Scheduler
+from qwen3_asgi.scheduler.trace import SchedulerTrace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,6 +56,9 @@ class Runtime:
     model: LoadedModel
     scheduler: Scheduler
     delivery: Delivery
+    adapters: Adapters
+    watchdog: Watchdog
+    spans: RequestSpans | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,9 @@ class Lifecycle:
         self._config = config
         self._load = load
         self._metrics = metrics
+        self.trace: SchedulerTrace | None = None  # of the last start
+        if config.tracing:
+            check_installed()
         self._lock = threading.Lock()
         self._started: Future[Runtime] | None = None
         self._ended: Future[None] | None = None
@@ -256,6 +267,7 @@ class Lifecycle:
                 started.set_exception(error)
             ended.set_result(None)
             return
+        runtime.watchdog.start()
         with self._lock:
             self.runtime = runtime
             if self.state == "starting":  # else it was stopped while it was loading
@@ -265,12 +277,19 @@ class Lifecycle:
         else:
             started.set_result(runtime)
         final: EngineState = "dead"
+        death = FAILED
         try:
             runtime.scheduler.run()
             final = "stopped"
-        except BaseException:
+        except BaseException as error:
+            death = (
+                f"{FAILED}: {error}" if isinstance(error, EngineDead) else f"{FAILED}: {error!r}"
+            )
             logger.error("engine %s is dead; its requests have ended with an error", self._name)
         finally:
+            runtime.watchdog.stop()
+            if runtime.spans is not None:
+                runtime.spans.close()
             try:
                 runtime.model.executor.close()
             except Exception:
@@ -280,22 +299,38 @@ class Lifecycle:
             # Last: a restart must find the device memory free, and set the gauges after us.
             with self._lock:
                 self.runtime = None
-                self.state, self._death = final, FAILED
+                self.state, self._death = final, death
                 self._started = self._ended = None
             ended.set_result(None)
 
     def _build(self) -> Runtime:
         model = self._load_model()
         delivery = Delivery(self._metrics.on_wakeups)
+        size = self._config.trace_iterations
+        self.trace = SchedulerTrace(size) if size else None
+        spans = RequestSpans(self._name) if self._config.tracing else None
         scheduler = Scheduler(
             model.executor,
             delivery,
             max_batch=self._config.max_batch,
             max_prefill_tokens=self._config.max_prefill_tokens,
             prefix_cache=self._config.prefix_cache,
-            observer=self._metrics,
+            overlap=self._config.overlap,
+            max_failures=self._config.max_failures,
+            observer=Observers.of(self._metrics, self.trace, spans),
+            trace=None if self.trace is None else self.trace.phase,
         )
-        return Runtime(model, scheduler, delivery)
+        adapters = Adapters(
+            scheduler, model.read_adapter, base=self._name, limit=self._config.max_adapters
+        )
+        watchdog = Watchdog(
+            scheduler,
+            delivery,
+            self._config.step_warn_seconds,
+            self._metrics.on_stall,
+            name=self._name,
+        )
+        return Runtime(model, scheduler, delivery, adapters, watchdog, spans)
 
     def _load_model(self) -> LoadedModel:
         try:

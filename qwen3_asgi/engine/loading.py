@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from qwen3_asgi.config import EngineConfig
 
@@ -24,14 +24,32 @@ class SamplingDefaults:
     min_p: float = 0.0
 
 
+class ReadAdapter(NamedTuple):
+    """A LoRA adapter for the executor's `load_adapter`, and what is told about it."""
+
+    weights: object
+    rank: int
+    fingerprint: str
+
+
+# Returns the content of a file of the adapter's folder, given its name and its greatest size.
+ReadFile = Callable[[str, int], bytes]
+AdapterReader = Callable[[ReadFile], ReadAdapter]
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to run."""
+    """A model that is ready to run.
+
+    `read_adapter` may be called on any thread; it raises `InvalidRequest` for what is no adapter.
+    None: the model takes no adapters.
+    """
 
     executor: ModelExecutor
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     defaults: SamplingDefaults
+    read_adapter: AdapterReader | None = None
 
 
 # Called on the scheduler thread with the model's name and the engine's configuration.
@@ -47,6 +65,7 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
     from qwen3_asgi.model.checkpoint import find_folder
     from qwen3_asgi.model.config import load_model_config
     from qwen3_asgi.model.executor import load_executor
+    from qwen3_asgi.model.lora import read_adapter
     from qwen3_asgi.text.tokenizer import Tokenizer
     from qwen3_asgi.tiny import tiny_path
 
@@ -63,7 +82,12 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
             top_p=generation.top_p,
             min_p=generation.min_p,
         )
-    return LoadedModel(executor, tokenizer, tuple(generation.eos_token_ids), defaults)
+
+    def read_lora(read: ReadFile) -> ReadAdapter:
+        adapter, fingerprint = read_adapter(read, executor.model_config)
+        return ReadAdapter(adapter, adapter.rank, fingerprint)
+
+    return LoadedModel(executor, tokenizer, tuple(generation.eos_token_ids), defaults, read_lora)
 
 
 def served_name(model: str, config: EngineConfig) -> str:

@@ -36,6 +36,7 @@ class Mailbox:
         "on_disconnect",
         "outbox",
         "request_id",
+        "unprefilled",
     )
 
     def __init__(
@@ -44,10 +45,16 @@ class Mailbox:
         outbox: Outbox,
         cancel: Callable[[RequestId], None],
         on_disconnect: Callable[[str], None],
+        *,
+        bell: LoopBell | None = None,
+        unprefilled: int = 0,
     ) -> None:
         self.request_id = request_id
         self.outbox = outbox
-        self.bell = LoopBell()
+        # One for all outputs of a request: whoever reads them waits for any.
+        self.bell = bell or LoopBell()
+        # Prompt tokens, until the first token comes; the delivery counts them.
+        self.unprefilled = unprefilled
         self.events: deque[Event] = deque()
         self.on_disconnect = on_disconnect
         # Set by any thread: `failure` is what the reader gets instead of events, now and on every

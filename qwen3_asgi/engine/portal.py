@@ -116,8 +116,9 @@ def _running_loop() -> object | None:
 
 
 def _running_trio() -> object | None:
+    # Nothing runs in a trio that another thread is just importing.
     trio = sys.modules.get("trio")
-    if trio is None:
+    if trio is None or not hasattr(trio, "lowlevel"):
         return None
     try:
         token: object = trio.lowlevel.current_trio_token()

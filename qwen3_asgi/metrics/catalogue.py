@@ -81,6 +81,12 @@ NUM_REQUESTS_WAITING = GaugeFamily(
     "Requests that have arrived and are not admitted yet.",
     multiprocess_mode="livesum",
 )
+NUM_REQUESTS_WAITING_BY_REASON = GaugeFamily(
+    "vllm:num_requests_waiting_by_reason",
+    "The waiting requests by what they wait for: capacity, loading or control.",
+    ("reason",),
+    multiprocess_mode="livesum",
+)
 # Every process has a pool of its own. The fullest one says whether the next request may have to
 # wait; a sum would pass 1, and the most recent would jump from process to process.
 KV_CACHE_USAGE = GaugeFamily(
@@ -102,6 +108,14 @@ PREFIX_CACHE_QUERIES = CounterFamily(
 )
 PREFIX_CACHE_HITS = CounterFamily(
     "vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache."
+)
+EXTERNAL_PREFIX_CACHE_QUERIES = CounterFamily(
+    "vllm:external_prefix_cache_queries_total",
+    "Prompt tokens that the prefix cache of the device did not have, looked up in the lower tiers.",
+)
+EXTERNAL_PREFIX_CACHE_HITS = CounterFamily(
+    "vllm:external_prefix_cache_hits_total",
+    "Prompt tokens whose KV was copied in from host memory or the file.",
 )
 NUM_PREEMPTIONS = CounterFamily(
     "vllm:num_preemptions_total", "Times a running request had to give its KV blocks back."
@@ -153,6 +167,14 @@ CLIENT_DISCONNECTS = CounterFamily(
     "Clients that left before their response was complete, by how far it was.",
     ("phase",),
 )
+REQUEST_TIMEOUTS = CounterFamily(
+    "qwen3_asgi_request_timeouts_total", "Requests that were not finished by their deadline."
+)
+LORA_ADAPTERS = GaugeFamily(
+    "qwen3_asgi_lora_adapters",
+    "LoRA adapters that are loaded.",
+    multiprocess_mode="livemax",
+)
 EVENT_LOOP_WAKEUPS = CounterFamily(
     "qwen3_asgi_event_loop_wakeups_total", "Times an event loop was woken to deliver tokens."
 )
@@ -161,6 +183,12 @@ STEP_SECONDS = HistogramFamily(
     "Time of one forward pass, by what was in its batch: prefill, decode or mixed.",
     ("kind",),
     buckets=STEP_BUCKETS,
+)
+STEP_FAILURES = CounterFamily(
+    "qwen3_asgi_step_failures_total", "Forward passes that failed, and ended all their requests."
+)
+STALLED_STEPS = CounterFamily(
+    "qwen3_asgi_stalled_steps_total", "Forward passes that ran longer than step_warn_seconds."
 )
 SWEEP_SECONDS = HistogramFamily(
     "qwen3_asgi_sweep_seconds",
@@ -171,12 +199,15 @@ SWEEP_SECONDS = HistogramFamily(
 CATALOGUE: tuple[GaugeFamily | CounterFamily | HistogramFamily, ...] = (
     NUM_REQUESTS_RUNNING,
     NUM_REQUESTS_WAITING,
+    NUM_REQUESTS_WAITING_BY_REASON,
     KV_CACHE_USAGE,
     PROMPT_TOKENS,
     GENERATION_TOKENS,
     REQUEST_SUCCESS,
     PREFIX_CACHE_QUERIES,
     PREFIX_CACHE_HITS,
+    EXTERNAL_PREFIX_CACHE_QUERIES,
+    EXTERNAL_PREFIX_CACHE_HITS,
     NUM_PREEMPTIONS,
     TIME_TO_FIRST_TOKEN,
     INTER_TOKEN_LATENCY,
@@ -187,9 +218,13 @@ CATALOGUE: tuple[GaugeFamily | CounterFamily | HistogramFamily, ...] = (
     REQUESTS_CANCELLED,
     WASTED_TOKENS,
     PREFILL_TOKENS_AVOIDED,
+    REQUEST_TIMEOUTS,
+    LORA_ADAPTERS,
     CLIENT_DISCONNECTS,
     EVENT_LOOP_WAKEUPS,
     STEP_SECONDS,
+    STEP_FAILURES,
+    STALLED_STEPS,
     SWEEP_SECONDS,
 )
 

@@ -7,7 +7,10 @@ mode it must be one set: two objects with equal labels would overwrite each othe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from bisect import bisect_left
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram, values
 
@@ -20,7 +23,7 @@ from qwen3_asgi.metrics.catalogue import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from prometheus_client import Metric
 
@@ -29,6 +32,37 @@ def multiprocess_mode() -> bool:
     """Whether prometheus_client keeps its values in files that the processes share."""
     # It chose when it was imported. Reading its environment variable here could tell otherwise.
     return values.ValueClass is not values.MutexValue
+
+
+def observe_many(histogram: Histogram) -> Callable[[float, int], None]:
+    """A function that observes one value a number of times.
+
+    A step's tokens come together, and `observe` walks the buckets and takes two locks for each of
+    them. prometheus_client offers nothing else, so its own fields are used if they are as known.
+    """
+    total: Any = getattr(histogram, "_sum", None)
+    bounds: Sequence[float] = getattr(histogram, "_upper_bounds", ())
+    buckets: Sequence[Any] = getattr(histogram, "_buckets", ())
+    known = (
+        hasattr(total, "inc")
+        and 0 < len(bounds) == len(buckets)
+        and bounds[-1] == math.inf
+        and all(hasattr(bucket, "inc") for bucket in buckets)
+    )
+    if not known:
+        return partial(_observe_each, histogram)
+
+    def observe(value: float, count: int) -> None:
+        # The first bucket that holds the value; `collect` adds them up.
+        buckets[bisect_left(bounds, value)].inc(count)
+        total.inc(value * count)
+
+    return observe
+
+
+def _observe_each(histogram: Histogram, value: float, count: int) -> None:
+    for _ in range(count):
+        histogram.observe(value)
 
 
 class Instruments:
@@ -52,8 +86,9 @@ class Instruments:
                         name, text, family.labels, registry=None, buckets=buckets
                     )
 
-    def gauge(self, family: GaugeFamily) -> Gauge:
-        return self._gauges[family.name].labels(*self.engine_labels)
+    def gauge(self, family: GaugeFamily, *own: str) -> Gauge:
+        """The gauge with these values of the family's own labels."""
+        return self._gauges[family.name].labels(*self.engine_labels, *own)
 
     def counter(self, family: CounterFamily, *own: str) -> Counter:
         """The counter with these values of the family's own labels."""

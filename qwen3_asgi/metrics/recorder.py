@@ -10,10 +10,12 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, get_args
 
+from qwen3_asgi.errors import GenerationTimeout
 from qwen3_asgi.metrics import catalogue, families
-from qwen3_asgi.metrics.instruments import Instruments, multiprocess_mode
+from qwen3_asgi.metrics.instruments import Instruments, multiprocess_mode, observe_many
 from qwen3_asgi.scheduler.events import FinishReason
 from qwen3_asgi.scheduler.load import LoadSnapshot
+from qwen3_asgi.scheduler.queues import SWEPT_STATES
 from qwen3_asgi.scheduler.request import State
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 Arguments = ParamSpec("Arguments")
 _STEP_KINDS = ("prefill", "decode", "mixed")
+_WAITING_REASONS = ("capacity", "loading", "control")
 
 
 def _never_raises(
@@ -48,11 +51,24 @@ def _never_raises(
     return functools.update_wrapper(guarded, method)
 
 
+class _Swept:
+    """What a sweep has dropped so far; `request` is the last of them."""
+
+    __slots__ = ("aborted", "avoided_tokens", "request", "states", "wasted_tokens")
+
+    def __init__(self) -> None:
+        self.request: Request | None = None
+        self.states: dict[State, int] = {}
+        self.wasted_tokens = 0
+        self.avoided_tokens = 0
+        self.aborted = 0
+
+
 class EngineMetrics:
     """The metrics of one engine; a `SchedulerObserver`.
 
     The `on_…` methods of the observer are called on the scheduler thread; `attach`, `detach`,
-    `close`, `on_client_disconnect` and `on_wakeups` may be called on any.
+    `close`, `on_client_disconnect`, `on_timeout`, `on_stall` and `on_wakeups` may be called on any.
 
     Args:
         model_name: the label `model_name`.
@@ -69,22 +85,33 @@ class EngineMetrics:
         self._failed = False
         # Between `on_load` on the scheduler thread and `close` on another.
         self._load_lock = threading.Lock()
+        self._swept = _Swept()
         self._load = LoadSnapshot()
         self._set_running = instruments.gauge(catalogue.NUM_REQUESTS_RUNNING).set
         self._set_waiting = instruments.gauge(catalogue.NUM_REQUESTS_WAITING).set
         self._set_kv_usage = instruments.gauge(catalogue.KV_CACHE_USAGE).set
+        self._set_adapters = instruments.gauge(catalogue.LORA_ADAPTERS).set
+        self._set_reasons = tuple(
+            instruments.gauge(catalogue.NUM_REQUESTS_WAITING_BY_REASON, reason).set
+            for reason in _WAITING_REASONS
+        )
 
         counter, histogram = instruments.counter, instruments.histogram
         self._prompt_tokens = counter(catalogue.PROMPT_TOKENS).inc
         self._generation_tokens = counter(catalogue.GENERATION_TOKENS).inc
         self._prefix_queries = counter(catalogue.PREFIX_CACHE_QUERIES).inc
         self._prefix_hits = counter(catalogue.PREFIX_CACHE_HITS).inc
+        self._external_queries = counter(catalogue.EXTERNAL_PREFIX_CACHE_QUERIES).inc
+        self._external_hits = counter(catalogue.EXTERNAL_PREFIX_CACHE_HITS).inc
+        self._timeouts = counter(catalogue.REQUEST_TIMEOUTS).inc
+        self._step_failures = counter(catalogue.STEP_FAILURES).inc
+        self._stalled_steps = counter(catalogue.STALLED_STEPS).inc
         self._preemptions = counter(catalogue.NUM_PREEMPTIONS).inc
         self._wasted_tokens = counter(catalogue.WASTED_TOKENS).inc
         self._prefill_avoided = counter(catalogue.PREFILL_TOKENS_AVOIDED).inc
         self._wakeups = counter(catalogue.EVENT_LOOP_WAKEUPS).inc
         self._first_token = histogram(catalogue.TIME_TO_FIRST_TOKEN).observe
-        self._inter_token = histogram(catalogue.INTER_TOKEN_LATENCY).observe
+        self._inter_token = observe_many(histogram(catalogue.INTER_TOKEN_LATENCY))
         self._e2e = histogram(catalogue.E2E_REQUEST_LATENCY).observe
         self._queue_time = histogram(catalogue.REQUEST_QUEUE_TIME).observe
         self._prefill_time = histogram(catalogue.REQUEST_PREFILL_TIME).observe
@@ -96,8 +123,11 @@ class EngineMetrics:
             reason: counter(catalogue.REQUEST_SUCCESS, reason).inc
             for reason in get_args(FinishReason)
         }
+        # In the order of the states; none is swept from `inflight`.
         self._cancelled = {
-            state: counter(catalogue.REQUESTS_CANCELLED, state.value).inc for state in State
+            state: counter(catalogue.REQUESTS_CANCELLED, state.value).inc
+            for state in State
+            if state in SWEPT_STATES
         }
         self._step = {kind: histogram(catalogue.STEP_SECONDS, kind).observe for kind in _STEP_KINDS}
 
@@ -137,12 +167,18 @@ class EngineMetrics:
 
     @_never_raises
     def on_load(self, load: LoadSnapshot) -> None:
+        self._tell_swept()
         with self._load_lock:
             before = self._load
             if load.num_running != before.num_running:
                 self._set_running(load.num_running)
             if load.num_waiting != before.num_waiting:
                 self._set_waiting(load.num_waiting)
+            if (reasons := waiting_by_reason(load)) != waiting_by_reason(before):
+                for set_reason, count in zip(self._set_reasons, reasons, strict=True):
+                    set_reason(count)
+            if load.num_adapters != before.num_adapters:
+                self._set_adapters(load.num_adapters)
             if (usage := load.kv_usage) != before.kv_usage:
                 self._set_kv_usage(usage)
             self._load = load
@@ -153,15 +189,24 @@ class EngineMetrics:
             self._step[plan.kind](seconds)
 
     @_never_raises
+    def on_step_failure(self, plan: StepPlan, error: Exception) -> None:
+        self._step_failures()
+
+    @_never_raises
     def on_sweep(self, seconds: float, num_swept: int) -> None:
         self._sweep(seconds)
+        self._tell_swept()
 
     @_never_raises
     def on_admit(self, request: Request, cached_tokens: int) -> None:
         # A preempted request finds its own blocks: that says nothing about what prompts share.
         if request.num_preemptions == 0:
             self._prefix_queries(request.prompt_len)
-            self._prefix_hits(cached_tokens)
+            # What came from a lower tier was found there, and not on the device.
+            on_device = max(0, cached_tokens - request.loaded_tokens)
+            self._prefix_hits(on_device)
+            self._external_queries(request.prompt_len - on_device)
+            self._external_hits(cached_tokens - on_device)
 
     @_never_raises
     def on_preempt(self, request: Request) -> None:
@@ -175,22 +220,29 @@ class EngineMetrics:
             self._prompt_tokens(request.prompt_len)
             self._first_token(seconds)
         for seconds, count in intervals.items():
-            for _ in range(count):
-                self._inter_token(seconds)
+            self._inter_token(seconds, count)
         self._generation_tokens(len(first) + sum(intervals.values()))
 
     @_never_raises
     def on_cancel(self, request: Request, state: State, wasted_tokens: int) -> None:
-        self._cancelled[state]()
-        self._wasted_tokens(wasted_tokens)
+        # Counted up and told once for all: a sweep may drop thousands, and each `inc` is a lock.
+        swept = self._swept
+        swept.request = request
+        swept.states[state] = swept.states.get(state, 0) + 1
+        swept.wasted_tokens += wasted_tokens
         # After the first token the whole prompt was computed, also when preemption has moved the
         # cursor back since.
-        if request.first_token_at is None:
-            self._prefill_avoided(max(0, request.prompt_len - request.num_computed))
+        if request.first_token_at is None and request.prompt_len > request.num_computed:
+            swept.avoided_tokens += request.prompt_len - request.num_computed
 
     @_never_raises
     def on_finish(self, request: Request, finish: Finish) -> None:
+        if request is self._swept.request and finish.reason == "abort":
+            self._swept.aborted += 1
+            return
         self._finished[finish.reason]()
+        if isinstance(finish.error, GenerationTimeout):
+            self._timeouts()
         if finish.reason not in ("stop", "length"):
             return
         admitted, first, last = request.admitted_at, request.first_token_at, request.last_token_at
@@ -203,12 +255,33 @@ class EngineMetrics:
         self._prefill_time(first - admitted)
         self._decode_time(last - first)
 
+    def _tell_swept(self) -> None:
+        """Count what `on_cancel` and the `on_finish` after it have added up."""
+        if self._swept.request is None:
+            return
+        swept, self._swept = self._swept, _Swept()
+        for state, count in swept.states.items():
+            self._cancelled[state](count)
+        self._wasted_tokens(swept.wasted_tokens)
+        self._prefill_avoided(swept.avoided_tokens)
+        self._finished["abort"](swept.aborted)
+
     # ---- from any thread ----
 
     @_never_raises
     def on_client_disconnect(self, phase: str) -> None:
         """A client left before its response was complete. `phase` is one of a few fixed words."""
         self._instruments.counter(catalogue.CLIENT_DISCONNECTS, phase).inc()
+
+    @_never_raises
+    def on_timeout(self) -> None:
+        """A request's time was up before the scheduler had it."""
+        self._timeouts()
+
+    @_never_raises
+    def on_stall(self) -> None:
+        """A step takes longer than `EngineConfig.step_warn_seconds`."""
+        self._stalled_steps()
 
     @_never_raises
     def on_wakeups(self, count: int) -> None:
@@ -220,3 +293,9 @@ class EngineMetrics:
         if not self._failed:
             self._failed = True
             logger.exception("a measurement failed; further failures are not logged")
+
+
+def waiting_by_reason(load: LoadSnapshot) -> tuple[int, int, int]:
+    """The waiting requests, split as `_WAITING_REASONS`."""
+    capacity = load.num_waiting - load.num_loading - load.num_held
+    return capacity, load.num_loading, load.num_held

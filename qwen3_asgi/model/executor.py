@@ -85,14 +85,29 @@ class TorchExecutor:
         if self._tiers is not None:
             self._tiers.wake = wake
 
-    @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
         """Forward every row and sample where asked.
 
         Raises:
             ValueError: a row that cannot be run; nothing was written then.
+            MemoryError: the device has no memory left for this step.
             RuntimeError: the executor is closed, or torch failed.
         """
+        try:
+            return self._step(plan)
+        except torch.OutOfMemoryError as error:
+            message = str(error)
+        # Only here: the error's traceback held what the step had computed so far.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        logger.error("a step of %d tokens found no device memory: %s", plan.num_tokens, message)
+        raise MemoryError(
+            f"the device has no memory left for a step of {plan.num_tokens} tokens; lower "
+            f"max_prefill_tokens, max_batch or num_kv_blocks"
+        )
+
+    @torch.inference_mode()
+    def _step(self, plan: StepPlan) -> StepResult:
         batch, hidden, model = self._forward(plan.rows)
         sampled = [
             (row.request_id, last, row.sample)

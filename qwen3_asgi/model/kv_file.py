@@ -96,8 +96,8 @@ class KVFile:
         self._sequence = 0
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ModelLoadError(f"kv_file {path}: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"kv_file {path!r}: {error}") from error
         try:
             self._lock()
             self._restored = self._open()
@@ -139,9 +139,9 @@ class KVFile:
         """
         record = bytearray(_RECORD.size)
         self._get(memoryview(record), self._record_at(slot))
-        valid, _, digest, _, checksum = _RECORD.unpack(record)
+        valid, _, _, _, checksum = _RECORD.unpack(record)
         self._get(into, self._data_at(slot))
-        if not valid or digest != content.digest or checksum != self._checksum(content, into):
+        if not valid or checksum != self._checksum(content, into):
             self.forget([slot])
             raise DamagedBlock(f"slot {slot} of {self._path} is damaged")
 

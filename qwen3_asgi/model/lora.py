@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from qwen3_asgi.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -27,10 +27,19 @@ if TYPE_CHECKING:
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 256
-_CHUNK_BYTES = 1 << 20
+MAX_ALPHA = 1e6
+MAX_CONFIG_BYTES = 1 << 20
+# Room for the names and shapes at the beginning of a file of weights.
+_HEADER_BYTES = 1 << 20
 _KEY = re.compile(
-    r"base_model\.model\.model\.layers\.(\d+)\.((?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight"
+    r"base_model\.model\.model\.layers\.(\d{1,4})\.((?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight"
 )
+# Patterns of a stranger's adapter must not take for ever: few repetitions, and none of a group.
+_MAX_NAME_CHARS = 256
+_MAX_REPETITIONS = 3
+_SLOW = re.compile(r"\(\?|\)[*+?{]")
+_REPETITION = re.compile(r"[*+?{]")
+_MAX_MESSAGE_CHARS = 500
 # PEFT module -> the fused layer that holds it.
 FUSED = {
     "q_proj": "qkv",
@@ -60,6 +69,13 @@ class Adapter:
     """`layers[i]` has the parts of each fused layer that the adapter changes."""
 
     layers: tuple[Mapping[str, tuple[Part, ...]], ...]
+
+    @property
+    def rank(self) -> int:
+        """The greatest of its modules'."""
+        return max(
+            len(part.a) for layer in self.layers for parts in layer.values() for part in parts
+        )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Adapter:
         return Adapter(
@@ -94,28 +110,41 @@ def add_adapters(
             y.narrow(1, start, len(b)).index_add_(0, rows, delta)
 
 
-def read_adapter(folder: Path, config: ModelConfig) -> tuple[Adapter, str]:
+def read_adapter(read: Callable[[str, int], bytes], config: ModelConfig) -> tuple[Adapter, str]:
     """Read a PEFT adapter for a model of `config`; returns it (float32, CPU) and its fingerprint.
+
+    `read` returns the content of a file, given its name and its greatest size. Each is read once:
+    a fingerprint that is not of these very bytes would let other weights use their prefix cache.
 
     Raises:
         InvalidRequest: it is no LoRA adapter for this model; the message says why.
     """
-    settings = _read_settings(folder / CONFIG_FILE)
-    path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        raise _wrong(f"{WEIGHTS_FILE} is missing; only safetensors are read")
+    written = read(CONFIG_FILE, MAX_CONFIG_BYTES)
+    settings = _parse_settings(written)
+    weights = read(WEIGHTS_FILE, _HEADER_BYTES + 4 * _max_weights(config))
+    digest = blake2b(len(written).to_bytes(8, "little") + written, digest_size=16)
+    digest.update(weights)
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        tensors = load(weights)
+    except (SafetensorError, LookupError, TypeError, ValueError) as error:
         raise _wrong(f"{WEIGHTS_FILE} cannot be read: {error}") from error
-    return _build(tensors, settings, config), _fingerprint(folder)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise _wrong(f"tensor {name[:_MAX_NAME_CHARS]!r} has the type {tensor.dtype}")
+        tensors[name] = tensor.float()
+    return _build(tensors, settings, config), digest.hexdigest()
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
+def _max_weights(config: ModelConfig) -> int:
+    """How many the largest adapter has that this model can take."""
+    sizes = (out + into for _, out, into in (_place(module, config) for module in FUSED))
+    return config.num_layers * MAX_RANK * sum(sizes)
+
+
+def _parse_settings(written: bytes) -> dict[str, Any]:
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        settings = json.loads(written)
+    except (ValueError, RecursionError) as error:
         raise _wrong(f"{CONFIG_FILE} cannot be read: {error}") from error
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         raise _wrong(f"{CONFIG_FILE} does not describe a LoRA adapter")
@@ -137,10 +166,14 @@ def _build(
         match = _KEY.fullmatch(name)
         if match is None or match[3] not in FUSED:
             allowed = ", ".join(FUSED)
-            raise _wrong(f"tensor {name!r} adapts no module of a layer ({allowed})")
+            raise _wrong(
+                f"tensor {name[:_MAX_NAME_CHARS]!r} adapts no module of a layer ({allowed})"
+            )
         index = int(match[1])
         if index >= config.num_layers:
-            raise _wrong(f"tensor {name!r}: the model has {config.num_layers} layers")
+            raise _wrong(
+                f"tensor {name[:_MAX_NAME_CHARS]!r}: the model has {config.num_layers} layers"
+            )
         pairs.setdefault((index, match[2]), {})[match[4]] = tensor
     if not pairs:
         raise _wrong("the adapter is empty")
@@ -167,8 +200,8 @@ def _part(
     alpha = _pattern(settings, "alpha_pattern", name, settings.get("lora_alpha"))
     if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
         raise _wrong(f"{name}: the rank must be 1 to {MAX_RANK}, got {rank!r}")
-    if not isinstance(alpha, (int, float)):
-        raise _wrong(f"{name}: lora_alpha must be a number, got {alpha!r}")
+    if not isinstance(alpha, (int, float)) or not abs(alpha) <= MAX_ALPHA:
+        raise _wrong(f"{name}: lora_alpha must be a number up to {MAX_ALPHA:g}, got {alpha!r}")
     start, out, into = _place(module, config)
     if tuple(a.shape) != (rank, into) or tuple(b.shape) != (out, rank):
         raise _wrong(
@@ -196,20 +229,26 @@ def _place(module: str, config: ModelConfig) -> tuple[int, int, int]:
 
 def _pattern(settings: Mapping[str, Any], key: str, name: str, default: object) -> object:
     """PEFT's per-module overrides: the first pattern that ends the module's name."""
-    for pattern, value in (settings.get(key) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
+    patterns = settings.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise _wrong(f"{key} must be an object, got {patterns!r}")
+    for pattern, value in patterns.items():
+        if (
+            len(pattern) > _MAX_NAME_CHARS
+            or _SLOW.search(pattern)
+            or len(_REPETITION.findall(pattern)) > _MAX_REPETITIONS
+        ):
+            raise _wrong(f"{key} has {pattern[:_MAX_NAME_CHARS]!r}, which is too complicated")
+        try:
+            matches = re.match(rf"(.*\.)?({pattern})$", name)
+        except re.error as error:
+            raise _wrong(
+                f"{key} has {pattern[:_MAX_NAME_CHARS]!r}, which is no pattern: {error}"
+            ) from error
+        if matches:
             return value
     return default
 
 
-def _fingerprint(folder: Path) -> str:
-    digest = blake2b(digest_size=16)
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        with (folder / name).open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _wrong(message: str) -> InvalidRequest:
-    return InvalidRequest(message, param="lora_path", code="invalid_adapter")
+    return InvalidRequest(message[:_MAX_MESSAGE_CHARS], param="lora_path", code="invalid_adapter")

@@ -100,9 +100,9 @@ def host_slots(
     Raises:
         ModelLoadError: that is less than one, or more memory than is free.
     """
-    wanted = int(settings.host_kv_gib * GIB)
-    if not wanted:
+    if not settings.host_kv_gib:
         return 0
+    wanted = int(settings.host_kv_gib * GIB)
     block = bytes_per_block(config, settings.block_size, dtype)
     # The pool of a CPU is host memory too, and not touched yet.
     free = available_bytes() - (num_blocks * block if device == "cpu" else 0)

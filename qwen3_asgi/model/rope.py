@@ -18,13 +18,13 @@ FIRST_TABLE_POSITIONS = 2048
 class RotaryTable:
     """cos and sin of every position so far asked for, in float32.
 
-    Owned by the thread that runs the model: `lookup` may grow the table.
+    Several threads may look up at once: the table is replaced as a whole when it grows.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
         self._inverse_frequency = inverse_frequencies(config, head_dim).to(device)
         self._scale = config.yarn.attention_factor if config.yarn else 1.0
-        self._cos, self._sin = self._compute(FIRST_TABLE_POSITIONS)
+        self._table = self._compute(FIRST_TABLE_POSITIONS)
 
     def lookup(self, positions: Tensor, last: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each float32 `[T, 1, head_dim]`, for int64 `positions` `[T]`.
@@ -32,9 +32,11 @@ class RotaryTable:
         `last` is the highest position, known to the caller without asking the device. The first
         half of the sines is negated, as `rotate` wants it.
         """
-        if last >= len(self._cos):
-            self._cos, self._sin = self._compute(max(last + 1, 2 * len(self._cos)))
-        return self._cos[positions], self._sin[positions]
+        table = self._table
+        if last >= len(table[0]):
+            table = self._table = self._compute(max(last + 1, 2 * len(table[0])))
+        cos, sin = table
+        return cos[positions], sin[positions]
 
     def _compute(self, num_positions: int) -> tuple[Tensor, Tensor]:
         device = self._inverse_frequency.device

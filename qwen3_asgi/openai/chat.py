@@ -1,8 +1,9 @@
-"""Builds `chat.completion` replies and their chunks from one choice's token batches."""
+"""Builds `chat.completion` replies and their chunks from the token batches of their choices."""
 
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from qwen3_asgi.openai.choice import ChoiceOutput
@@ -29,58 +30,54 @@ class ChatReply(Reply):
     def __init__(
         self, request: ChatRequest, tokenizer: Tokenizer, prompt_ids: Sequence[int]
     ) -> None:
-        output = ChoiceOutput(
-            tokenizer,
-            prompt_ids,
-            stop=request.stop_strings,
-            split=True,
-            tool_calls=request.offered_tools is not None,
-            logprobs=bool(request.logprobs),
-        )
-        super().__init__(request, [output])
+        outputs = [
+            ChoiceOutput(
+                tokenizer,
+                prompt_ids,
+                stop=request.stop_strings,
+                split=True,
+                tool_calls=request.offered_tools is not None,
+                logprobs=bool(request.logprobs),
+                shares_prompt=choice > 0,
+            )
+            for choice in range(request.choices)
+        ]
+        super().__init__(request, outputs)
         self._request = request
         self._tokenizer = tokenizer
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[dict[str, Any]] = []
-        self._role_sent = False
+        self._said = [_Said() for _ in outputs]
 
     def push(self, index: int, batch: TokenBatch) -> None:
-        """Take a batch of choice `index` (a chat has choice 0 only) and keep it for `body`."""
+        """Take a batch of choice `index` and keep it for `body`."""
+        said = self._said[index]
         for section, text in self._outputs[index].push(batch):
             if section == "content":
-                self._content.append(text)
+                said.content.append(text)
             elif section == "reasoning":
-                self._reasoning.append(text)
+                said.reasoning.append(text)
             else:
-                self._calls.append(_tool_call(text))
+                said.calls.append(_tool_call(text))
 
     def body(self) -> dict[str, Any]:
-        """Return the whole reply, after the last batch."""
-        content = "".join(self._content)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": None if self._calls and not content else content,
-            "refusal": None,
-        }
-        if self._reasoning:
-            message |= _reasoning("".join(self._reasoning))
-        if self._calls:
-            message["tool_calls"] = self._calls
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": self._logprobs(),
-            "finish_reason": self._finish_reason(0),
-        }
-        return self._whole([choice])
+        """Return the whole reply, after every choice's last batch."""
+        choices = [
+            {
+                "index": index,
+                "message": said.message(),
+                "logprobs": self._logprobs(index),
+                "finish_reason": self._finish_reason(index),
+            }
+            for index, said in enumerate(self._said)
+        ]
+        return self._whole(choices)
 
     def stream(self, index: int, batch: TokenBatch) -> list[dict[str, Any]]:
-        """Take a batch; return the chunks to send for it, the closing one with the last batch."""
+        """Take a choice's batch; return the chunks to send, the closing one with the last."""
+        said = self._said[index]
         deltas: list[dict[str, Any]] = []
-        if not self._role_sent:
+        if not said.role_sent:
             deltas.append({"role": "assistant", "content": ""})
-            self._role_sent = True
+            said.role_sent = True
         for section, text in self._outputs[index].push(batch):
             if section == "content":
                 deltas.append({"content": text})
@@ -88,32 +85,57 @@ class ChatReply(Reply):
                 deltas.append(_reasoning(text))
             else:
                 call = _tool_call(text)
-                deltas.append({"tool_calls": [{"index": len(self._calls), **call}]})
-                self._calls.append(call)
-        chunks = [self._chunk(delta) for delta in deltas]
+                deltas.append({"tool_calls": [{"index": len(said.calls), **call}]})
+                said.calls.append(call)
+        chunks = [self._chunk(index, delta) for delta in deltas]
         if batch.finish is not None:
-            chunks.append(self._chunk({}, self._finish_reason(0)))
+            chunks.append(self._chunk(index, {}, self._finish_reason(index)))
         # The batch's logprobs go with its first text. Where all of it is held back (it may become
         # a stop string), they wait for the next chunk.
         bearer = next((c for c in chunks if "role" not in c["choices"][0]["delta"]), None)
-        if bearer is not None and self._outputs[0].has_logprobs:
-            bearer["choices"][0]["logprobs"] = self._logprobs()
+        if bearer is not None and self._outputs[index].has_logprobs:
+            bearer["choices"][0]["logprobs"] = self._logprobs(index)
         return chunks
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    def _chunk(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None = None
+    ) -> dict[str, Any]:
         return self._chunk_of(
-            {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         )
 
-    def _logprobs(self) -> dict[str, Any] | None:
+    def _logprobs(self, index: int) -> dict[str, Any] | None:
         if not self._request.logprobs:
             return None
-        tokens = self._outputs[0].take_logprobs()
+        tokens = self._outputs[index].take_logprobs()
         return chat_logprobs(tokens, self._tokenizer, self._request.top_logprobs or 0)
 
     def _finish_reason(self, index: int) -> str:
         reason = super()._finish_reason(index)
-        return "tool_calls" if self._calls and reason == "stop" else reason
+        return "tool_calls" if self._said[index].calls and reason == "stop" else reason
+
+
+@dataclass(slots=True)
+class _Said:
+    """What one choice has said so far."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    role_sent: bool = False
+
+    def message(self) -> dict[str, Any]:
+        content = "".join(self.content)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if self.calls and not content else content,
+            "refusal": None,
+        }
+        if self.reasoning:
+            message |= _reasoning("".join(self.reasoning))
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
 
 
 def _reasoning(text: str) -> dict[str, str]:

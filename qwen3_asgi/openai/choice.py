@@ -30,8 +30,11 @@ class ChoiceOutput:
         split: bool = False,
         tool_calls: bool = False,
         logprobs: bool = False,
+        shares_prompt: bool = False,
     ) -> None:
         self.prompt_tokens = len(prompt_ids)
+        # With another choice, in whose usage the prompt is counted.
+        self.shares_prompt = shares_prompt
         self.num_tokens = 0
         self.finish: Finish | None = None
         self._assembler = OutputAssembler(

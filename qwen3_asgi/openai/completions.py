@@ -1,4 +1,4 @@
-"""Builds `text_completion` replies and their chunks: one choice per prompt."""
+"""Builds `text_completion` replies and their chunks: `n` choices per prompt."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class CompletionReply(Reply):
-    """One reply with a choice per prompt. Choices may be fed in any interleaving.
+    """One reply: the choices of the first prompt, then those of the second, and so on.
 
-    `prompts` and `prompt_ids` have one entry per choice.
+    `prompts` and `prompt_ids` have one entry per prompt. Choices may be fed in any interleaving.
     """
 
     _id_prefix = "cmpl"
@@ -35,17 +35,23 @@ class CompletionReply(Reply):
     ) -> None:
         outputs = [
             ChoiceOutput(
-                tokenizer, ids, stop=request.stop_strings, logprobs=request.logprobs is not None
+                tokenizer,
+                ids,
+                stop=request.stop_strings,
+                logprobs=request.logprobs is not None,
+                shares_prompt=choice > 0,
             )
             for ids in prompt_ids
+            for choice in range(request.choices)
         ]
         super().__init__(request, outputs)
         self._request = request
         num_top = request.logprobs or 0
-        self._logprobs = [CompletionLogprobs(tokenizer, num_top) for _ in prompt_ids]
+        self._logprobs = [CompletionLogprobs(tokenizer, num_top) for _ in outputs]
         # What is to be echoed and has not been yet.
-        self._echo = [_echoed(p, tokenizer) if request.echo else "" for p in prompts]
-        self._texts: list[list[str]] = [[] for _ in prompt_ids]
+        echoes = [_echoed(p, tokenizer) if request.echo else "" for p in prompts]
+        self._echo = [echo for echo in echoes for _ in range(request.choices)]
+        self._texts: list[list[str]] = [[] for _ in outputs]
 
     def push(self, index: int, batch: TokenBatch) -> None:
         """Take a choice's batch and keep its text for `body`."""

@@ -5,12 +5,15 @@ Types are strict: JSON's `"0.5"` is not a number. Ranges are `SamplingParams`'s 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from qwen3_asgi.config import MAX_LOGPROBS, SamplingParams
 from qwen3_asgi.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MAX_PROMPTS = 64
 MAX_TOOLS = 128
@@ -55,6 +58,13 @@ class GenerationRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(default=None, max_length=MAX_CACHE_SALT_CHARS)
+    n: int | None = None
+    timeout: float | None = None
+    priority: int | None = None
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
 
     @property
     def include_usage(self) -> bool:
@@ -88,6 +98,7 @@ class GenerationRequest(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            n=self.choices,
         )
 
 
@@ -201,16 +212,32 @@ class CompletionRequest(GenerationRequest):
         return self._params(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
-def check_model(wanted: str, served: str) -> None:
-    """Refuse any model but the one that is served.
+def check_priority(priority: int | None, *, allowed: bool) -> int:
+    """The priority that a request runs with.
 
     Raises:
-        InvalidRequest: with code `model_not_found`.
+        InvalidRequest: it asks for another than the others have, and the host does not let it.
     """
-    if wanted != served:
+    if priority and not allowed:
         raise InvalidRequest(
-            f"the model {wanted[:128]!r} does not exist", param="model", code="model_not_found"
+            "priority is not allowed here", param="priority", code="unsupported_parameter"
         )
+    return priority or 0
+
+
+def choose_adapter(wanted: str, served: str, adapters: Iterable[str] = ()) -> str | None:
+    """Which adapter a request's `model` names; None is the served model itself.
+
+    Raises:
+        InvalidRequest: it is neither (code `model_not_found`).
+    """
+    if wanted == served:
+        return None
+    if wanted in adapters:
+        return wanted
+    raise InvalidRequest(
+        f"the model {wanted[:128]!r} does not exist", param="model", code="model_not_found"
+    )
 
 
 def _are_token_ids(items: list[Any]) -> bool:

@@ -11,8 +11,12 @@ if TYPE_CHECKING:
 
 
 def usage(choices: Sequence[ChoiceOutput], *, reasoning: bool) -> dict[str, Any]:
-    """Return the counts so far; `cached_tokens` is known once a choice has finished."""
-    prompt_tokens = sum(choice.prompt_tokens for choice in choices)
+    """Return the counts so far; `cached_tokens` is known once a choice has finished.
+
+    A prompt of several choices is counted once.
+    """
+    prompts = [choice for choice in choices if not choice.shares_prompt]
+    prompt_tokens = sum(choice.prompt_tokens for choice in prompts)
     completion_tokens = sum(
         choice.finish.completion_tokens if choice.finish else choice.num_tokens
         for choice in choices
@@ -22,7 +26,7 @@ def usage(choices: Sequence[ChoiceOutput], *, reasoning: bool) -> dict[str, Any]
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {
-            "cached_tokens": sum(c.finish.cached_tokens for c in choices if c.finish)
+            "cached_tokens": sum(c.finish.cached_tokens for c in prompts if c.finish)
         },
     }
     if reasoning:

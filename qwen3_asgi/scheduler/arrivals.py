@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 from qwen3_asgi.errors import InvalidRequest
 from qwen3_asgi.scheduler.effects import finish
+from qwen3_asgi.scheduler.inbox import Cancelled
 from qwen3_asgi.scheduler.prefix import root_digest
 from qwen3_asgi.scheduler.request import Limits, Request, State, check_fits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from qwen3_asgi.scheduler.control import Controls
     from qwen3_asgi.scheduler.deadlines import Deadlines
     from qwen3_asgi.scheduler.endings import Endings
@@ -28,6 +31,7 @@ class Arrivals:
         deadlines: Deadlines,
         loading: Loading | None,
         endings: Endings,
+        cancel: Callable[[Cancelled], None],
     ) -> None:
         self._queues = queues
         self._limits = limits
@@ -35,6 +39,7 @@ class Arrivals:
         self._deadlines = deadlines
         self._loading = loading
         self._endings = endings
+        self._cancel = cancel
 
     def accept(self, request: Request) -> None:
         """A new request: to its queue, or refused at once if it can never be served."""
@@ -46,8 +51,11 @@ class Arrivals:
             self._endings.refuse(request, error)
             return
         request.end_len = request.prompt_len + request.max_tokens
-        if request.fork_of is not None and request.fork_of.state is not None:
-            request.fork_of.forks.append(request)
+        if (parent := request.fork_of) is not None:
+            if parent.state is not None:
+                parent.forks += (request,)
+            elif parent.swept is not None:  # it was cancelled when this one was on its way
+                self._cancel(Cancelled(request.id, 0, parent.swept.error))
         self._deadlines.add(request)
         self._controls.arrive(request)
         if self._controls.must_wait(request):
@@ -57,8 +65,10 @@ class Arrivals:
 
     def control(self) -> None:
         """Carry out the control commands that are due; who waited for them goes on."""
-        for request in self._controls.apply_due():
-            self._defer(request)
+        # Who is released may be refused at once, and be all that the next command waited for.
+        while released := self._controls.apply_due():
+            for request in released:
+                self._defer(request)
 
     def _defer(self, request: Request) -> None:
         """To `deferred`, with an adapter that is there."""

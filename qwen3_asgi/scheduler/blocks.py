@@ -146,14 +146,15 @@ class BlockPool:
         """Give back one reference on each. A sequence's tail becomes evictable before its head."""
         if blocks:
             self.version += 1
+        references, cached = self._references, self._cached
         for block in reversed(blocks):
-            count = self._references[block] - 1
+            count = references[block] - 1
             if count < 0:
                 raise ValueError(f"KV block {block} was released twice")
-            self._references[block] = count
+            references[block] = count
             if count:
                 continue
-            if block in self._cached:
+            if block in cached:
                 self._unreferenced[block] = None
             else:
                 self._free.add(block)

@@ -41,7 +41,7 @@ class Control:
 
     def refuse(self, error: Exception) -> None:
         """It will not be carried out."""
-        if self.done.set_running_or_notify_cancel():
+        if not self.done.done() and self.done.set_running_or_notify_cancel():
             self.done.set_exception(error)
 
 
@@ -77,7 +77,12 @@ class Controls:
         )
 
     def arrive(self, request: Request) -> None:
-        request.controls_before = self._count
+        """Whatever comes from now on comes after this request, and after all of its forks."""
+        parent = request.fork_of
+        if parent is not None and parent.state is not None:
+            request.controls_before = parent.controls_before
+        else:
+            request.controls_before = self._count
 
     def apply_due(self) -> list[Request]:
         """Carry out what nobody stands in the way of; returns who need not wait any more, in order.
@@ -121,9 +126,11 @@ class Controls:
             return
         try:
             control.apply(self._executor, self._adapters)
-        except Exception as error:
-            logger.warning("a control command failed: %s", error)
+        except BaseException as error:
             control.done.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            logger.warning("a control command failed: %s", error)
         else:
             control.done.set_result(None)
 

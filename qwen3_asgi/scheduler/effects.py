@@ -151,12 +151,18 @@ def finish(
     error: Exception | None = None,
 ) -> Finish:
     """The terminal value of a request as it stands."""
-    return Finish(
-        reason,
-        request.prompt_len,
-        request.cached_tokens,
-        len(request.token_ids) - request.prompt_len,
-        stop_reason,
-        stop_token,
-        error,
+    prompt_len = request.prompt_len
+    completion_tokens = len(request.token_ids) - prompt_len
+    # As for `Event` above: a sweep may end thousands at once.
+    return _new(
+        Finish,
+        (
+            reason,
+            prompt_len,
+            request.cached_tokens,
+            completion_tokens,
+            stop_reason,
+            stop_token,
+            error,
+        ),
     )

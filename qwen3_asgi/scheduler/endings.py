@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_new = tuple.__new__
+
 
 class Endings:
     """Owned by the scheduler thread. `events` collects the terminal events and all others."""
@@ -72,6 +74,6 @@ class Endings:
                 self._loading.abandon(request)
             if request.blocks:
                 give_back(request, self._pool)
-            self.events.append(event or Event(request.id, None, end))
+            self.events.append(event or _new(Event, (request.id, None, end)))
             self.num_finished += 1
         self._observer.on_finish(request, end)

@@ -59,6 +59,10 @@ class SchedulerObserver(Protocol):
         """A step was executed (also when it failed)."""
         ...
 
+    def on_step_failure(self, plan: StepPlan, error: Exception) -> None:
+        """A step failed as a whole, and all its requests end (after its `on_step`)."""
+        ...
+
     def on_sweep(self, seconds: float, num_swept: int) -> None:
         """A sweep that had something to drop took this long."""
         ...

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A new request."""
+    """New requests, which arrive together: one, or one and its forks."""
 
-    request: Request
+    requests: tuple[Request, ...]
 
 
 @dataclass(frozen=True, slots=True)

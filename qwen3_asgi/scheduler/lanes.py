@@ -26,7 +26,7 @@ class Landed(NamedTuple):
 
     lane: Lane
     plan: StepPlan
-    result: StepResult | Exception
+    result: StepResult | BaseException
     seconds: float
 
 
@@ -91,10 +91,10 @@ class ThreadLanes:
     def _run(self, lane: Lane) -> None:
         while (plan := self._plans[lane].get()) is not None:
             begin = time.monotonic()
-            result: StepResult | Exception
+            result: StepResult | BaseException
             try:
                 result = self._executor.step(plan)
-            except Exception as error:
+            except BaseException as error:  # raised again on the scheduler thread, as without lanes
                 result = error
             self._landed.put(Landed(lane, plan, result, time.monotonic() - begin))
             self._wake()

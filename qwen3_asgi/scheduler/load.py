@@ -14,7 +14,7 @@ class LoadSnapshot:
     `kv_cached_blocks` hold a reusable prefix that no live request references.
     `num_loading` and `num_held` are those of the waiting that wait for a copy of their prefix, or
     behind a control command. `waiting_tokens` are the tokens that the waiting have to forward, as
-    far as known. `finish_rate` is in requests per second.
+    far as known. `num_adapters` LoRA adapters are loaded. `finish_rate` is in requests per second.
     `iteration` and `step` count scheduler iterations and forward passes since the start.
     """
 
@@ -22,6 +22,7 @@ class LoadSnapshot:
     num_waiting: int = 0
     num_loading: int = 0
     num_held: int = 0
+    num_adapters: int = 0
     waiting_tokens: int = 0
     kv_used_blocks: int = 0
     kv_cached_blocks: int = 0

@@ -15,7 +15,7 @@ from qwen3_asgi.scheduler.prefix import extend_digests
 from qwen3_asgi.scheduler.request import Request, State
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from qwen3_asgi.scheduler.executor import Place
     from qwen3_asgi.scheduler.queues import QueueTable
@@ -35,8 +35,15 @@ class Load:
 class Loading:
     """Owned by the scheduler thread."""
 
-    def __init__(self, index: TierIndex, queues: QueueTable, pool: BlockPool) -> None:
+    def __init__(
+        self,
+        index: TierIndex,
+        queues: QueueTable,
+        pool: BlockPool,
+        clock: Callable[[], float],
+    ) -> None:
         self.index = index
+        self._clock = clock
         self._queues = queues
         self._pool = pool
         self._loads: dict[int, Load] = {}
@@ -93,6 +100,8 @@ class Loading:
         request.blocks = held
         ticket = self.index.load(places, blocks, contents)
         request.load = self._loads[ticket] = Load(ticket, request, blocks, contents)
+        if not request.admitted:
+            request.load_began_at = self._clock()
         self._queues.put(request, State.LOADING)
         return True
 
@@ -141,5 +150,8 @@ class Loading:
         self._pool.release(load.blocks)
         if request is not None:
             request.load = None
+            if not request.admitted:
+                request.load_ended_at = self._clock()
+                request.loaded_tokens = good * self._pool.block_size
             self._pool.release(request.blocks)
             request.blocks = []

@@ -109,7 +109,7 @@ class Scheduler:
             prefix_cache=prefix_cache,
             on_evict=None if index is None else index.store,
         )
-        self._loading = None if index is None else Loading(index, self._queues, self._pool)
+        self._loading = None if index is None else Loading(index, self._queues, self._pool, clock)
         self._controls = Controls(executor, self._queues)
         self._deadlines = Deadlines()
         self._pace = Pace(clock)
@@ -127,6 +127,7 @@ class Scheduler:
             self._deadlines,
             self._loading,
             self._endings,
+            self._inbox.cancel,
         )
         lanes = ThreadLanes(executor, self._inbox.wake) if overlap is True else overlap or None
         self._steps = Steps(
@@ -151,13 +152,15 @@ class Scheduler:
 
     # ---- any thread ----
 
-    def submit(self, request: Request) -> None:
-        """Hand a request over; its events go to the sink, the terminal one exactly once.
+    def submit(self, *requests: Request) -> None:
+        """Hand requests over; their events go to the sink, each terminal one exactly once.
+
+        What is handed over in one call arrives in one iteration: a request and its forks.
 
         Raises:
             EngineDead: the loop has ended.
         """
-        self._put(Submit(request))
+        self._put(Submit(requests))
 
     def control(self, control: Control) -> None:
         """Hand a control command over; its future tells when it was carried out.
@@ -188,7 +191,7 @@ class Scheduler:
 
     @property
     def running_since(self) -> float | None:
-        """When the step that occupies the scheduler thread was begun; None between steps."""
+        """When the step that has been running for longest was begun; None between steps."""
         return self._steps.running_since
 
     # ---- the scheduler thread ----
@@ -290,8 +293,9 @@ class Scheduler:
         self._arrived.extend(self._inbox.take_commands())
         while self._arrived:
             match self._arrived.popleft():
-                case Submit(request):
-                    self._arrivals.accept(request)
+                case Submit(requests):
+                    for request in requests:
+                        self._arrivals.accept(request)
                 case Control() as control:
                     self._controls.add(control)
                 case ClearPrefixCache():
@@ -311,16 +315,18 @@ class Scheduler:
         begin = self.clock()
         sweep = collect(arrived, self._carried_cancels, self._queues)
         self._carried_cancels = sweep.carried
+        end, on_cancel = self._endings.end, self._observer.on_cancel
         for request, entry in sweep.due:
             state = request.state
             if state is None:
                 continue
+            request.swept = entry
             if entry.error is not None:
-                self._endings.end(request, finish(request, "error", error=entry.error))
+                end(request, finish(request, "error", error=entry.error))
                 continue
-            wasted = max(0, request.forwarded_tokens - entry.forwarded_tokens)
-            self._observer.on_cancel(request, state, wasted)
-            self._endings.end(request, finish(request, "abort"))
+            wasted = request.forwarded_tokens - entry.forwarded_tokens
+            on_cancel(request, state, wasted if wasted > 0 else 0)
+            end(request, finish(request, "abort"))
         if sweep.due:
             self._observer.on_sweep(self.clock() - begin, len(sweep.due))
 
@@ -339,6 +345,7 @@ class Scheduler:
             num_waiting=queues.num_waiting,
             num_loading=len(queues[State.LOADING]),
             num_held=len(queues[State.POST_CONTROL_DEFERRED]),
+            num_adapters=len(self._controls.adapters),
             waiting_tokens=queues.waiting_tokens,
             kv_used_blocks=pool.used,
             kv_cached_blocks=pool.cached,
@@ -380,6 +387,9 @@ class Scheduler:
 
     def _wait_for_landing(self) -> None:
         """Nothing can be begun before something has landed, or a command has come."""
+        # What landed since the poll has woken us, but the drain may have taken that for nothing.
+        if self._steps.has_landed():
+            return
         self._check_progress()
         self._phase("park")
         deadline = self._deadlines.next(self._queues)
@@ -425,10 +435,10 @@ class Scheduler:
         """Answer what nobody will carry out. After the end, on the thread of a late submitter."""
         for command in commands:
             if isinstance(command, Submit):
-                request = command.request
-                end = finish(request, "abort", error=self._ended_by)
-                self._observer.on_finish(request, end)
-                self._send([Event(request.id, None, end)])
+                for request in command.requests:
+                    end = finish(request, "abort", error=self._ended_by)
+                    self._observer.on_finish(request, end)
+                    self._send([Event(request.id, None, end)])
             elif isinstance(command, Control):
                 command.refuse(self._gone())
 

@@ -31,6 +31,10 @@ class GuardedObserver:
         if self._observer is not None:
             _guard(self._observer.on_step, plan, seconds)
 
+    def on_step_failure(self, plan: StepPlan, error: Exception) -> None:
+        if self._observer is not None:
+            _guard(self._observer.on_step_failure, plan, error)
+
     def on_sweep(self, seconds: float, num_swept: int) -> None:
         if self._observer is not None:
             _guard(self._observer.on_sweep, seconds, num_swept)
@@ -50,12 +54,19 @@ class GuardedObserver:
             _guard(self._observer.on_tokens, first, intervals)
 
     def on_cancel(self, request: Request, state: State, wasted_tokens: int) -> None:
+        # Not through `_guard`, and the same below: a sweep may drop thousands.
         if self._observer is not None:
-            _guard(self._observer.on_cancel, request, state, wasted_tokens)
+            try:
+                self._observer.on_cancel(request, state, wasted_tokens)
+            except Exception:
+                logger.exception("the observer failed")
 
     def on_finish(self, request: Request, finish: Finish) -> None:
         if self._observer is not None:
-            _guard(self._observer.on_finish, request, finish)
+            try:
+                self._observer.on_finish(request, finish)
+            except Exception:
+                logger.exception("the observer failed")
 
 
 def _guard(call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

@@ -100,11 +100,12 @@ class QueueTable:
 
     def remove(self, request: Request) -> None:
         """Take a request out of the table; it is no longer live."""
-        if request.state is not None:
-            self._queues[request.state].discard(request)
-            if request.state not in _NO_USERS:
+        state = request.state
+        if state is not None:
+            self._queues[state].discard(request)
+            if state is not State.POST_CONTROL_DEFERRED:
                 self._users[request.adapter] -= 1
-            if request.state in _WAITING:
+            if state in _WAITING:
                 self.waiting_tokens -= len(request.token_ids)
         del self._live[request.id]
         request.state = None

@@ -14,6 +14,7 @@ from qwen3_asgi.errors import ContextLengthExceeded, InvalidRequest
 from qwen3_asgi.scheduler.plan import RequestId, Row, Sampling
 
 if TYPE_CHECKING:
+    from qwen3_asgi.scheduler.inbox import Cancelled
     from qwen3_asgi.scheduler.loading import Load
 
 # Returns the stop string that the output now contains, or None. Called with each new token.
@@ -97,6 +98,9 @@ class Request:
         "id",
         "last_token_at",
         "load",
+        "load_began_at",
+        "load_ended_at",
+        "loaded_tokens",
         "max_tokens",
         "min_tokens",
         "num_committed",
@@ -111,6 +115,7 @@ class Request:
         "state",
         "stop_check",
         "stop_token_ids",
+        "swept",
         "token_ids",
         "unforwarded",
         "watched",
@@ -150,7 +155,7 @@ class Request:
         self.deadline = deadline
         self.fork_of = fork_of
         # ---- owned by the scheduler thread from here on ----
-        self.forks: list[Request] = []
+        self.forks: tuple[Request, ...] = ()
         self.riding = False  # in `prefilling`, while the request that it forks prefills for both
         # Whether each token needs a closer look: a stop check, or stop tokens still banned.
         self.watched = stop_check is not None or min_tokens > 0
@@ -172,11 +177,15 @@ class Request:
         self.cached_tokens = 0
         self.row: Row | None = None
         self.load: Load | None = None
+        self.swept: Cancelled | None = None  # the cancel that ended it
+        self.loaded_tokens = 0  # whose KV was copied in before its first admission
         self.offered_to_tiers = False
         self.controls_before = 0
         self.admission = 0  # counts admissions: the greater, the younger
         self.admitted = False
         self.num_preemptions = 0
+        self.load_began_at: float | None = None
+        self.load_ended_at: float | None = None
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None

@@ -36,14 +36,15 @@ class FreeRuns:
 
     def add(self, block: int) -> None:
         """Give a block back, merging it with free neighbours."""
-        start, end = block, block + 1
-        before = self._start_before.get(start)
-        if before is not None:
-            self._remove(before)
-            start = before
-        if end in self._length_at:
-            end += self._remove(end)
-        self._insert(start, end - start)
+        # Written out: a sweep gives thousands back at once.
+        length_at, start_before = self._length_at, self._start_before
+        end = block + 1
+        start = start_before.pop(block, block)
+        length = length_at.pop(end, None)
+        if length is not None:
+            end += length
+        length_at[start] = end - start
+        start_before[end] = start
         self._num_free += 1
 
     def take_after(self, block: int) -> int | None:

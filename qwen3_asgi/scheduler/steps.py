@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from qwen3_asgi.scheduler.blocks import BlockPool
     from qwen3_asgi.scheduler.endings import Endings
     from qwen3_asgi.scheduler.executor import ModelExecutor
-    from qwen3_asgi.scheduler.lanes import Lane, Lanes
+    from qwen3_asgi.scheduler.lanes import Landed, Lane, Lanes
     from qwen3_asgi.scheduler.observer import GuardedObserver
     from qwen3_asgi.scheduler.queues import QueueTable
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class Step:
     """A planned step and the requests behind its rows, in the same order."""
 
-    __slots__ = ("decoding", "plan", "prefilling")
+    __slots__ = ("begun", "decoding", "plan", "prefilling")
 
     def __init__(
         self, number: int, decoding: list[Request], prefilling: list[tuple[Request, Row]]
@@ -45,6 +45,7 @@ class Step:
         rows = [request.row for request in decoding if request.row is not None]
         rows += [row for _, row in prefilling]
         self.plan = StepPlan(number, tuple(rows))
+        self.begun = 0.0
 
     def requests(self) -> list[Request]:
         return self.decoding + [request for request, _ in self.prefilling]
@@ -84,8 +85,19 @@ class Steps:
         self._before_write = before_write
         self._failures = 0
         self._flying: dict[Lane, Step] = {}
-        # When the step that runs on this thread was begun; for a watchdog.
-        self.running_since: float | None = None
+        self._landed: list[Landed] = []
+        # The step that runs on this thread.
+        self._running: Step | None = None
+
+    @property
+    def running_since(self) -> float | None:
+        """When the oldest of the running steps was begun; for a watchdog, from any thread."""
+        running = self._running
+        # `values` is copied in one step: the scheduler thread launches and lands meanwhile.
+        begun = [step.begun for step in [*self._flying.values()]]
+        if running is not None:
+            begun.append(running.begun)
+        return min(begun, default=None)
 
     @property
     def flying(self) -> bool:
@@ -127,41 +139,53 @@ class Steps:
         self._before_write()
         for request in step.requests():
             self._queues.put(request, State.INFLIGHT)
+        step.begun = self._clock()
         self._flying[lane] = step
         self._lanes.launch(lane, step.plan)
 
     def execute(self, step: Step) -> StepResult | Exception:
         """Run a step on this thread; `land` its result."""
         self._before_write()
-        begin = self.running_since = self._clock()
+        begin = step.begun = self._clock()
+        self._running = step
         try:
             return self._executor.step(step.plan)
         except Exception as error:
             return error
         finally:
-            self.running_since = None
+            self._running = None
             self._observer.on_step(step.plan, self._clock() - begin)
+
+    def has_landed(self) -> bool:
+        """Whether `poll` would find something."""
+        if self._lanes is not None:
+            self._landed += self._lanes.landed()
+        return bool(self._landed)
 
     def poll(self) -> None:
         """Apply what has landed."""
-        if self._lanes is not None and self._flying:
-            for landed in self._lanes.landed():
-                self._land_from(landed.lane, landed.result, landed.seconds)
+        if self.has_landed():
+            landed, self._landed = self._landed, []
+            for step in landed:
+                self._land_from(step.lane, step.result, step.seconds)
 
     def close(self) -> None:
         """Wait for what is running; its requests are ended by whoever closes."""
         if self._lanes is not None:
-            for landed in self._lanes.close():
+            for landed in [*self._landed, *self._lanes.close()]:
                 step = self._flying.pop(landed.lane)
                 self._observer.on_step(step.plan, landed.seconds)
 
-    def land(self, step: Step, result: StepResult | Exception) -> None:
+    def land(self, step: Step, result: StepResult | BaseException) -> None:
         """Apply a step's result to its requests.
 
         Raises:
             EngineDead: the executor said so, or too many steps in a row have failed.
+            BaseException: the executor raised something that is no error of a step.
         """
         if not isinstance(result, StepResult):
+            if isinstance(result, BaseException) and not isinstance(result, Exception):
+                raise result
             if not isinstance(result, Exception):
                 result = TypeError(f"the executor returned {type(result).__name__}, no StepResult")
             self._fail(step, result)
@@ -191,7 +215,7 @@ class Steps:
         if first or intervals:
             self._observer.on_tokens(first, intervals)
 
-    def _land_from(self, lane: Lane, result: StepResult | Exception, seconds: float) -> None:
+    def _land_from(self, lane: Lane, result: StepResult | BaseException, seconds: float) -> None:
         step = self._flying.pop(lane)
         self._observer.on_step(step.plan, seconds)
         for request in step.decoding:
@@ -252,6 +276,7 @@ class Steps:
             "step %d failed; its %d requests end", step.plan.step, len(requests), exc_info=error
         )
         failure = GenerationFailed(f"the forward pass failed: {type(error).__name__}: {error}")
+        self._observer.on_step_failure(step.plan, error)
         for request in requests:
             self._endings.fail(request, failure)
         self._failures += 1

@@ -13,7 +13,7 @@ from qwen3_asgi.scheduler.inbox import Cancelled
 from qwen3_asgi.scheduler.queues import SWEPT_STATES, QueueTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Mapping
 
     from qwen3_asgi.scheduler.plan import RequestId
     from qwen3_asgi.scheduler.request import Request
@@ -28,7 +28,7 @@ class Sweep:
 
 
 def collect(
-    arrived: Iterable[Cancelled], carried: Mapping[RequestId, Cancelled], queues: QueueTable
+    arrived: Collection[Cancelled], carried: Mapping[RequestId, Cancelled], queues: QueueTable
 ) -> Sweep:
     """Sort the cancels: due, carried (in flight, or overtaking its own submit), or too late.
 
@@ -36,28 +36,28 @@ def collect(
     first; so an unknown id is carried once. Still unknown then, it has finished long ago.
     Costs in proportion to what was cancelled, not to what is live.
     """
-    entries = dict(carried)
-    fresh: set[RequestId] = set()
-    for entry in arrived:
-        entries.setdefault(entry.request_id, entry)
-        fresh.add(entry.request_id)
-    due: list[tuple[Request, Cancelled]] = []
+    due: dict[RequestId, tuple[Request, Cancelled]] = {}
     keep: dict[RequestId, Cancelled] = {}
-    look = list(entries.items())
-    for request_id, entry in look:
-        request = queues.get(request_id)
-        if request is None:
-            if request_id in fresh:
+    forks: list[Cancelled] = []  # they go with their parents; grows as it is looked through
+    get = queues.get
+    for entries in (carried.values(), arrived, forks):
+        for entry in entries:
+            request_id = entry.request_id
+            if request_id in due or request_id in keep:
+                continue
+            request = get(request_id)
+            if request is None:
+                if entries is arrived:
+                    keep[request_id] = entry
+                continue
+            if request.state in SWEPT_STATES:
+                due[request_id] = (request, entry)
+            else:
                 keep[request_id] = entry
-            continue
-        if request.state in SWEPT_STATES:
-            due.append((request, entry))
-        else:
-            keep[request_id] = entry
-        if request.forks:  # they go with it
-            look += [
-                (fork.id, Cancelled(fork.id, fork.forwarded_tokens, entry.error))
-                for fork in request.forks
-                if fork.state is not None and fork.id not in entries
-            ]
-    return Sweep(tuple(due), keep)
+            if request.forks:
+                forks += [
+                    Cancelled(fork.id, fork.forwarded_tokens, entry.error)
+                    for fork in request.forks
+                    if fork.state is not None
+                ]
+    return Sweep(tuple(due.values()), keep)

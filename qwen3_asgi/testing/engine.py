@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from qwen3_asgi.engine.engine import Engine
-from qwen3_asgi.engine.loading import LoadedModel, SamplingDefaults
+from qwen3_asgi.engine.loading import LoadedModel, ReadAdapter, SamplingDefaults
 from qwen3_asgi.engine.process import engines, replace_loading
 from qwen3_asgi.testing.fake_executor import FakeExecutor
 from qwen3_asgi.testing.gate import StepGate
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from qwen3_asgi.config import EngineConfig
+    from qwen3_asgi.engine.loading import ReadFile
     from qwen3_asgi.scheduler.executor import ModelExecutor
     from qwen3_asgi.testing.fake_executor import Reply
     from qwen3_asgi.testing.replies import Replies
@@ -65,7 +68,7 @@ def fake_engine(
         ends = eos_token_ids
         if ends is None:
             ends = (0,) if replies is None else (end_of_turn(text),)
-        return LoadedModel(model, text, ends, SamplingDefaults(temperature=0.0))
+        return LoadedModel(model, text, ends, SamplingDefaults(temperature=0.0), fake_adapter)
 
     return Engine("fake", config, loader=load)
 
@@ -90,7 +93,7 @@ class FakeModels:
         self.engines.append(engine)
         self.executors.append(executor)
         defaults = SamplingDefaults(temperature=0.0)
-        return LoadedModel(executor, self._tokenizer, (executor.eos,), defaults)
+        return LoadedModel(executor, self._tokenizer, (executor.eos,), defaults, fake_adapter)
 
     def _reply(self, prompt_token_ids: Sequence[int]) -> Sequence[int] | None:
         if self.replies is None:
@@ -122,6 +125,14 @@ def use_fake_models(
             engine.stop_sync(drain=0)
             engine.renew()
         replace_loading(before)
+
+
+def fake_adapter(read: ReadFile) -> ReadAdapter:
+    """A fake model takes any folder with PEFT's `adapter_config.json` as an adapter, and says other
+    nonsense with one that has other things in it."""
+    settings = read("adapter_config.json", 1 << 20)
+    seed = 1 + crc32(settings)
+    return ReadAdapter(seed, json.loads(settings)["r"], f"fake {seed}")
 
 
 def bundled_tokenizer() -> Tokenizer:

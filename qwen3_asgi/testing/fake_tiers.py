@@ -6,6 +6,7 @@ slot that is found too early, shows as wrong content.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -40,20 +41,24 @@ class FakeTiers:
         self._run: deque[LandedCopies] = deque()
         self._landed: list[LandedCopies] = []
         self._tickets = 0
+        # With overlap, steps run the copies before them on a thread of their own.
+        self._lock = threading.RLock()
 
     def restored(self) -> Mapping[int, CachedBlock]:
         return self._restored
 
     def begin(self, copies: Sequence[Copy]) -> int:
-        self._tickets += 1
-        self._waiting.append((self._tickets, tuple(copies)))
-        return self._tickets
+        with self._lock:
+            self._tickets += 1
+            self._waiting.append((self._tickets, tuple(copies)))
+            return self._tickets
 
     def landed(self) -> Sequence[LandedCopies]:
-        if not self.by_hand:
-            self.land()
-        landed, self._landed = self._landed, []
-        return landed
+        with self._lock:
+            if not self.by_hand:
+                self.land()
+            landed, self._landed = self._landed, []
+            return landed
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -66,21 +71,23 @@ class FakeTiers:
 
     def land(self, count: int | None = None) -> None:
         """Let the oldest `count` tickets land, or all; the scheduler is woken."""
-        for _ in range(self.num_running if count is None else count):
-            if not self._run:
-                self._run_next()
-            self._landed.append(self._run.popleft())
+        with self._lock:
+            for _ in range(self.num_running if count is None else count):
+                if not self._run:
+                    self._run_next()
+                self._landed.append(self._run.popleft())
         self.wake()
 
     def before_step(self) -> None:
         """A step is about to write: copies that read a device block and came before it are run."""
-        reading = [
-            number
-            for number, (_, copies) in enumerate(self._waiting)
-            if any(copy.source.level == "device" for copy in copies)
-        ]
-        for _ in range(reading[-1] + 1 if reading else 0):
-            self._run_next()
+        with self._lock:
+            reading = [
+                number
+                for number, (_, copies) in enumerate(self._waiting)
+                if any(copy.source.level == "device" for copy in copies)
+            ]
+            for _ in range(reading[-1] + 1 if reading else 0):
+                self._run_next()
 
     def _run_next(self) -> None:
         ticket, copies = self._waiting.popleft()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
+    from qwen3_asgi.engine.adapters import AdapterInfo
     from qwen3_asgi.engine.handle import TokenBatch
     from qwen3_asgi.text.tokenizer import Tokenizer
 
@@ -69,6 +70,8 @@ class ScriptedEngine:
     registries: list[CollectorRegistry | None] = field(default_factory=list)
     offloaded: list[str] = field(default_factory=list)
     starts_asked: int = 0
+    stalled_seconds: float | None = None
+    loaded_adapters: list[AdapterInfo] = field(default_factory=list)
 
     async def offload(self, fn: Callable[..., T], /, *args: Any) -> T:
         self.offloaded.append(fn.__name__)
@@ -92,6 +95,15 @@ class ScriptedEngine:
         handle = ScriptedHandle(ids, script)
         self.handles.append(handle)
         return handle
+
+    def adapters(self) -> list[AdapterInfo]:
+        return self.loaded_adapters
+
+    async def load_adapter(self, *asked: Any, **options: Any) -> AdapterInfo:
+        raise NotImplementedError
+
+    async def unload_adapter(self, name: str) -> None:
+        raise NotImplementedError
 
     def start_soon(self) -> None:
         self.starts_asked += 1

@@ -20,6 +20,7 @@ from qwen3_asgi.errors import (
     EngineOverloaded,
     GenerationCancelled,
     GenerationFailed,
+    GenerationTimeout,
     InvalidRequest,
     ModelLoadError,
 )
@@ -57,6 +58,9 @@ async def test_chat() -> None:
             "enable_thinking": True,
             "params": SamplingParams(temperature=0.0),
             "cache_salt": "s",
+            "adapter": None,
+            "timeout": None,
+            "priority": 0,
         }
     ]
     assert engine.handles[0].cancelled
@@ -192,6 +196,7 @@ ERRORS = [
     (EngineDead("dead"), 503, "server_error", "engine_dead", None),
     (GenerationCancelled("stopped"), 503, "server_error", "generation_cancelled", None),
     (GenerationFailed("NaN"), 500, "server_error", "generation_failed", None),
+    (GenerationTimeout("late"), 504, "timeout_error", "generation_timeout", None),
     (ModelLoadError("/secret/path"), 500, "server_error", "internal_error", None),
     (RuntimeError("secret"), 500, "server_error", "internal_error", None),
 ]
@@ -263,7 +268,7 @@ async def test_a_bug_in_a_stream_shows_as_an_error_and_is_raised_to_the_server()
         (CHAT, chat(temperature="hot"), 400, "temperature", "invalid_type"),
         (CHAT, chat(model="gpt-4"), 404, "model", "model_not_found"),
         (CHAT, {"messages": MESSAGES}, 400, "model", "missing_required_parameter"),
-        (CHAT, chat(n=2), 400, "n", "unsupported_parameter"),
+        (CHAT, chat(n=0), 400, "n", "invalid_value"),
         (CHAT, chat(messages=[]), 400, "messages", "invalid_value"),
         (CHAT, chat(messages=[{"role": "x"}]), 400, "messages[0].role", "invalid_value"),
         (COMPLETIONS, completion(prompt=""), 400, "prompt", "invalid_value"),

@@ -91,10 +91,10 @@ async def test_refusals_have_the_clients_classes(error: Exception, raised: type[
 async def test_wrong_requests_have_the_clients_classes() -> None:
     async with official(ScriptedEngine()) as client:
         with pytest.raises(openai.BadRequestError) as bad:
-            await client.chat.completions.create(model="toy", messages=MESSAGES, n=2)
+            await client.chat.completions.create(model="toy", messages=MESSAGES, n=0)
         with pytest.raises(openai.NotFoundError) as missing:
             await client.chat.completions.create(model="gpt-4", messages=MESSAGES)
-    assert (bad.value.param, bad.value.code) == ("n", "unsupported_parameter")
+    assert (bad.value.param, bad.value.code) == ("n", "invalid_value")
     assert missing.value.code == "model_not_found"
     async with official(ScriptedEngine(), api_key="wrong") as client:
         with pytest.raises(openai.AuthenticationError):

@@ -54,8 +54,21 @@ async def test_health_and_readiness(state: str, health: int, ready: int) -> None
             response = await http.get(path)
             assert response.status_code == status
             assert ("retry-after" in response.headers) == (status == 503)
+            if status == 200:
+                assert response.json() == {"status": "ok" if path == "/health" else "ready"}
     assert engine.submitted == []
     assert engine.starts_asked == (1 if state == "new" else 0)  # by /ready, never by /health
+
+
+async def test_a_stalled_engine_is_told_of_and_not_replaced() -> None:
+    async with client(ScriptedEngine(stalled_seconds=41.7)) as http:
+        health = await http.get("/health")
+        assert (await http.get("/ready")).status_code == 200
+    assert health.status_code == 200
+    assert health.json() == {
+        "status": "stalled",
+        "detail": "a step has been running for 42 s",
+    }
 
 
 async def test_load_and_version() -> None:
@@ -65,6 +78,11 @@ async def test_load_and_version() -> None:
     assert load == {
         "num_running": 2,
         "num_waiting": 0,
+        "num_loading": 0,
+        "num_held": 0,
+        "num_adapters": 0,
+        "waiting_tokens": 0,
+        "finish_rate": 0.0,
         "kv_used_blocks": 1,
         "kv_cached_blocks": 0,
         "kv_total_blocks": 4,

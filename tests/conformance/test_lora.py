@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import random
-import warnings
 from concurrent.futures import Future
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qwen3_asgi.engine.adapter_files import AdapterFolder
 from qwen3_asgi.errors import InvalidRequest
 from qwen3_asgi.model.lora import read_adapter
 from qwen3_asgi.scheduler.control import load_adapter
 from qwen3_asgi.scheduler.loop import Scheduler
 from qwen3_asgi.scheduler.plan import RequestId, Row
 from qwen3_asgi.scheduler.request import Request
+from tests.conformance.lora_files import make_adapter
 from tests.model.checkpoints import VOCAB, load, load_reference, write_checkpoint
+from tests.model.driver import GREEDY
 from tests.scheduler.harness import Record
 
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
 
 EVERYTHING = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {
@@ -53,19 +55,8 @@ def adapters(folder, tmp_path_factory):
     """Folder of each adapter and the logits of the merged model, for `PROMPT` and for greedy."""
     made = {}
     for seed, (name, settings) in enumerate(ADAPTERS.items()):
-        torch.manual_seed(seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT's own use of what transformers has deprecated
-            model = peft.get_peft_model(load_reference(folder), peft.LoraConfig(**settings))
-        with torch.no_grad():
-            for parameter, weight in model.named_parameters():
-                if "lora_B" in parameter:  # zero at the start: an adapter that does nothing
-                    weight.uniform_(-0.3, 0.3)
         path = tmp_path_factory.mktemp(name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model.save_pretrained(path)
-        made[name] = path, model.merge_and_unload().eval()
+        made[name] = path, make_adapter(folder, settings, path, seed=seed)
     return made
 
 
@@ -73,9 +64,13 @@ def adapters(folder, tmp_path_factory):
 def executor(folder, adapters):
     executor = load(folder)
     for name, (path, _) in adapters.items():
-        adapter, _ = read_adapter(path, executor.model_config)
+        adapter, _ = read(path, executor.model_config)
         executor.load_adapter(name, adapter)
     return executor
+
+
+def read(path, config):
+    return read_adapter(AdapterFolder(path).read, config)
 
 
 def row(name: str | None, number: int = 0) -> Row:
@@ -112,12 +107,15 @@ def test_greedy_through_the_scheduler_with_prefixes_and_preemption(folder, adapt
     scheduler = Scheduler(executor, record, max_prefill_tokens=7, observer=record)
     names = [None, "all", "patterns"]
     for name in names[1:]:
-        adapter, fingerprint = read_adapter(adapters[name][0], executor.model_config)
+        adapter, fingerprint = read(adapters[name][0], executor.model_config)
         done: Future[None] = Future()
         scheduler.control(load_adapter(name, adapter, fingerprint, done))
     for turn in range(2):
         for name in names:
-            scheduler.submit(Request(f"{name} {turn}", PROMPT, max_tokens=12, adapter=name))
+            request = Request(
+                f"{name} {turn}", PROMPT, sampling=GREEDY, max_tokens=12, adapter=name
+            )
+            scheduler.submit(request)
     for _ in range(300):
         scheduler.iterate()
         if scheduler.load.idle:
@@ -147,6 +145,14 @@ def test_greedy_through_the_scheduler_with_prefixes_and_preemption(folder, adapt
         ({"r": 5}, "this model with rank 5 needs"),
         ({"r": 100000}, "the rank must be 1 to 256"),
         ({"lora_alpha": "much"}, "lora_alpha must be a number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a number"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number"),
+        ({"rank_pattern": {"(": 4}}, "is no pattern"),
+        # Each could hold the whole process for hours.
+        ({"rank_pattern": {r"((\w|\.)+)+!": 4}}, "too complicated"),
+        ({"alpha_pattern": {r"(?:\w|\w\w)*!": 4}}, "too complicated"),
+        ({"alpha_pattern": {r".*" * 30 + "!": 4}}, "too complicated"),
+        ({"alpha_pattern": [4]}, "must be an object"),
     ],
 )
 def test_a_wrong_adapter_says_what_is_wrong(executor, adapters, tmp_path, change, message) -> None:
@@ -157,7 +163,7 @@ def test_a_wrong_adapter_says_what_is_wrong(executor, adapters, tmp_path, change
         (source / "adapter_model.safetensors").read_bytes()
     )
     with pytest.raises(InvalidRequest, match=message) as caught:
-        read_adapter(tmp_path, executor.model_config)
+        read(tmp_path, executor.model_config)
     assert caught.value.param == "lora_path"
 
 
@@ -169,16 +175,67 @@ def test_an_adapter_of_another_model_is_refused(executor, adapters, tmp_path) ->
         ({"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": torch.ones(4, 48)}, "3 lay"),
         ({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 48)}, "adapts no module"),
         (
+            {
+                f"base_model.model.model.layers.{'9' * 5000}.mlp.up_proj.lora_A.weight": (
+                    torch.ones(4, 48)
+                )
+            },
+            "adapts no module",
+        ),
+        (
+            {
+                "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": (
+                    torch.ones(4, 48, dtype=torch.int32)
+                )
+            },
+            "has the type torch.int32",
+        ),
+        (
             {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 47)},
             r"needs \(4, 48\)",
         ),
     ]:
         save_file(tensors | wrong, tmp_path / "adapter_model.safetensors")
-        with pytest.raises(InvalidRequest, match=message):
-            read_adapter(tmp_path, executor.model_config)
+        with pytest.raises(InvalidRequest, match=message) as caught:
+            read(tmp_path, executor.model_config)
+        assert len(caught.value.message) <= 500
     (tmp_path / "adapter_model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(InvalidRequest, match="cannot be read"):
-        read_adapter(tmp_path, executor.model_config)
+        read(tmp_path, executor.model_config)
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(InvalidRequest, match="is missing"):
-        read_adapter(tmp_path, executor.model_config)
+        read(tmp_path, executor.model_config)
+
+
+def test_the_fingerprint_is_that_of_the_files(executor, adapters, tmp_path) -> None:
+    """It decides who shares a prefix cache: a changed scale is another adapter, a copy is not."""
+    source = adapters["all"][0]
+    prints = set()
+    for turn, alpha in enumerate([16, 16, 17]):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        settings = json.loads((source / "adapter_config.json").read_text()) | {"lora_alpha": alpha}
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        weights = (source / "adapter_model.safetensors").read_bytes()
+        (folder / "adapter_model.safetensors").write_bytes(weights)
+        prints.add(read(folder, executor.model_config)[1])
+    assert len(prints) == 2
+    changed = bytearray(weights)
+    changed[-1] ^= 1
+    (folder / "adapter_model.safetensors").write_bytes(changed)
+    assert read(folder, executor.model_config)[1] not in prints
+
+
+def test_files_are_no_larger_than_an_adapter_can_be(executor, tmp_path) -> None:
+    asked = []
+
+    def reader(name: str, max_bytes: int) -> bytes:
+        asked.append((name, max_bytes))
+        return b'{"peft_type": "LORA", "r": 4, "lora_alpha": 8}'
+
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        read_adapter(reader, executor.model_config)
+    (_, settings), (_, weights) = asked
+    full = 256 * 3 * ((48 + 64) + 2 * (48 + 32) + (64 + 48) + 3 * (48 + 80))
+    assert settings <= 1 << 20
+    assert 4 * full <= weights <= 4 * full + (1 << 20)

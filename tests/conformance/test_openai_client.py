@@ -133,11 +133,48 @@ def test_streamed_completions(client):
     assert {choice.index for part in parts for choice in part.choices} == {0, 1}
 
 
+def test_three_choices_of_one_prompt(client):
+    def ask(n, **arguments):
+        return client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Tell me something."}],
+            n=n,
+            temperature=2,
+            top_p=1,
+            seed=11,
+            max_tokens=24,
+            extra_body={**PLAIN, "top_k": 0},
+            **arguments,
+        )
+
+    three, one = ask(3), ask(1)
+    said = [choice.message.content for choice in three.choices]
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
+    assert len(set(said)) == 3
+    assert said[0] == one.choices[0].message.content
+    assert three.usage.prompt_tokens == one.usage.prompt_tokens
+    assert three.usage.completion_tokens > one.usage.completion_tokens
+    streamed = ["", "", ""]
+    for chunk in ask(3, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == said
+
+
+def test_a_deadline_ends_a_request(client, tiny_server):
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.completions.create(
+            model=MODEL, prompt="1, 2, 3,", max_tokens=2000, extra_body={"timeout": 1e-9}
+        )
+    assert (caught.value.status_code, caught.value.code) == (504, "generation_timeout")
+    assert tiny_server.wait_idle()["kv_used_blocks"] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "param"),
     [
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"n": 2}, openai.BadRequestError, "n"),
+        ({"n": 17}, openai.BadRequestError, "n"),
         ({"max_tokens": 10**6}, openai.BadRequestError, "messages"),
         ({"model": "other"}, openai.NotFoundError, "model"),
         ({"presence_penalty": 0.5}, openai.BadRequestError, "presence_penalty"),

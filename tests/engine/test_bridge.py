@@ -79,7 +79,7 @@ class CountedPortal:
 
 
 def counted(handle: RequestHandle) -> CountedPortal:
-    outbox = handle._mailbox.outbox
+    outbox = handle._mailboxes[0].outbox
     assert isinstance(outbox, LoopOutbox)
     outbox.portal = portal = CountedPortal(outbox.portal)  # type: ignore[assignment]
     return portal
@@ -112,7 +112,7 @@ async def test_sixty_four_readers_are_woken_once_per_step() -> None:
     steps = 100
     async with running(toy_engine(fake, EngineConfig(max_batch=64)), gate) as engine:
         handles = [await engine.submit(prompt="hello", params=tokens(steps)) for _ in range(64)]
-        assert len({id(handle._mailbox.outbox) for handle in handles}) == 1
+        assert len({id(handle._mailboxes[0].outbox) for handle in handles}) == 1
         portal = counted(handles[0])
         received: list[int] = []
 
@@ -140,7 +140,7 @@ async def test_a_neighbour_has_its_turn_between_the_readers_of_one_step() -> Non
 
     async def read(mailbox: Mailbox) -> None:
         nonlocal served
-        await anext(RequestHandle(mailbox, [1], None))
+        await anext(RequestHandle([mailbox], [1], None))
         served += 1
 
     async def neighbour() -> None:
@@ -185,7 +185,7 @@ async def test_what_is_rung_during_the_turns_needs_no_second_wake_up_to_be_read(
     got: list[int] = []
 
     async def read(mailbox: Mailbox) -> None:
-        handle = RequestHandle(mailbox, [1], None)
+        handle = RequestHandle([mailbox], [1], None)
         while sum(got) < 2 * len(mailboxes) and handle.finish is None:
             batch = await anext(handle)
             got.append(len(batch.tokens))
@@ -218,7 +218,7 @@ async def test_a_reader_that_never_reads_stops_nobody_and_stays_bounded() -> Non
         lazy = await engine.submit(prompt="lazy", params=tokens(50))
         await generates_right(engine, 8, 200)
         await settle(engine)
-        assert len(lazy._mailbox.events) == 50
+        assert len(lazy._mailboxes[0].events) == 50
         batch = await anext(lazy)
         assert [t.token_id for t in batch.tokens] == expected(lazy.prompt_token_ids, 50)
         assert batch.finish is not None
@@ -234,7 +234,7 @@ async def test_a_blocked_loop_gets_everything_in_one_batch_later() -> None:
         gate.allow(39)
         await gate.held(40)
         assert portal.calls == 1
-        assert len(handle._mailbox.events) == 39
+        assert len(handle._mailboxes[0].events) == 39
         portal.held.pop()()
         assert len((await anext(handle)).tokens) == 39
         portal.held = None

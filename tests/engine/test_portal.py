@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 import anyio
@@ -47,6 +48,12 @@ def test_a_thread_without_a_loop_has_none() -> None:
     assert not in_event_loop()
     with pytest.raises(RuntimeError, match="no asyncio or trio event loop"):
         LoopPortal.current()
+
+
+def test_a_trio_that_is_just_being_imported_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may be in the middle of its first import; the name is there already."""
+    monkeypatch.setitem(sys.modules, "trio", ModuleType("trio"))
+    assert not in_event_loop()
 
 
 def test_trio_as_a_guest_of_asyncio_is_told_from_its_host() -> None:

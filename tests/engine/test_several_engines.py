@@ -64,7 +64,9 @@ def test_the_shared_engine_is_loaded_once_by_many_threads(monkeypatch: pytest.Mo
             assert len(set(pool.map(use, range(num_threads)))) == 1
         assert loader.calls == 1
     finally:
-        Engine.shared("toy-shared-by-32").stop_sync()
+        shared = Engine.shared("toy-shared-by-32")
+        shared.stop_sync()
+        shared.renew()  # for a test that uses it once more
 
 
 def test_the_shared_engine_is_one_object_from_all_threads() -> None:

@@ -42,9 +42,9 @@ metrics, request = EngineMetrics("tiny", "0"), Request("r", range(10))
 early, late = CollectorRegistry(), CollectorRegistry()
 metrics.attach(early)
 metrics.on_load(LoadSnapshot(num_running=used, kv_used_blocks=used, kv_total_blocks=8))
-metrics.on_token(request, 1.0, first=True)
+metrics.on_tokens([(request, 1.0)], {})
 metrics.attach(late)
-metrics.on_token(request, 0.1, first=False)
+metrics.on_tokens([], {0.1: 1, 0.5: 255})
 print(os.getpid())
 print(render(late)[0].decode())
 """
@@ -142,15 +142,16 @@ def test_several_processes_answer_as_one(tmp_path: Path) -> None:
     found = values(text)
     assert found["vllm:num_requests_running"] == 2 + 6
     assert found["vllm:kv_cache_usage_perc"] == 6 / 8
-    assert found["vllm:generation_tokens_total"] == 4
+    assert found["vllm:generation_tokens_total"] == 2 * 257
     assert found["vllm:prompt_tokens_total"] == 20
     assert found["vllm:time_to_first_token_seconds_count"] == 2
-    assert found["vllm:inter_token_latency_seconds_sum"] == pytest.approx(0.2)
+    assert found["vllm:inter_token_latency_seconds_count"] == 2 * 256
+    assert found["vllm:inter_token_latency_seconds_sum"] == pytest.approx(2 * (0.1 + 0.5 * 255))
 
     found = values(run(SCRAPE, tmp_path, pids[1]))
     assert found["vllm:num_requests_running"] == 2
     assert found["vllm:kv_cache_usage_perc"] == 2 / 8
-    assert found["vllm:generation_tokens_total"] == 4
+    assert found["vllm:generation_tokens_total"] == 2 * 257
 
 
 def test_the_python_of_the_documentation_compiles() -> None:

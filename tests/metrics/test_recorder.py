@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Histogram
 
+from qwen3_asgi.errors import GenerationTimeout
 from qwen3_asgi.metrics import EngineMetrics
+from qwen3_asgi.metrics.catalogue import INTER_TOKEN_BUCKETS
+from qwen3_asgi.metrics.instruments import observe_many
 from qwen3_asgi.scheduler.events import Finish, FinishReason, SchedulerObserver
 from qwen3_asgi.scheduler.load import LoadSnapshot
 from qwen3_asgi.scheduler.plan import RequestId, Row, RowKind, StepPlan
+from qwen3_asgi.scheduler.queues import SWEPT_STATES
 from qwen3_asgi.scheduler.request import Request, State
 
 if TYPE_CHECKING:
@@ -47,11 +51,11 @@ def test_a_request_that_runs_to_its_end_is_counted_in_full(
     metrics.attach(registry)
     metrics.on_admit(request_of_ten, cached_tokens=4)
     metrics.on_step(plan("prefill"), 0.02)
-    metrics.on_token(request_of_ten, 1.0, first=True)
+    metrics.on_tokens([(request_of_ten, 1.0)], {})
     metrics.on_step(plan("decode"), 0.01)
-    metrics.on_token(request_of_ten, 0.1, first=False)
+    metrics.on_tokens([], {0.1: 1})
     metrics.on_step(plan("decode", "prefill"), 0.03)
-    metrics.on_token(request_of_ten, 0.1, first=False)
+    metrics.on_tokens([], {0.1: 1})
     metrics.on_finish(request_of_ten, finish("stop"))
 
     assert sample(registry, "vllm:prefix_cache_queries_total") == 10
@@ -122,11 +126,33 @@ def test_a_cancelled_request_counts_its_queue_and_the_prompt_that_was_not_comput
     metrics.attach(registry)
     metrics.on_cancel(request, state, wasted_tokens=2)
     metrics.on_sweep(0.0001, 1)
-    for other in State:
+    for other in SWEPT_STATES:
         assert sample(registry, CANCELLED, state=other.value) == int(other is state)
+    assert len(SWEPT_STATES) == 5
+    labels = {"model_name": "tiny", "engine": "0", "state": State.INFLIGHT.value}
+    assert registry.get_sample_value(CANCELLED, labels) is None, "nothing is swept from there"
     assert sample(registry, AVOIDED) == avoided
     assert sample(registry, "qwen3_asgi_wasted_tokens_total") == 2
     assert sample(registry, "qwen3_asgi_sweep_seconds_sum") == 0.0001
+
+
+def test_what_a_sweep_ends_is_counted_once_however_many_it_drops(
+    registry: CollectorRegistry, metrics: EngineMetrics, sample: Sample
+) -> None:
+    metrics.attach(registry)
+    for i in range(3):
+        request = Request(f"r{i}", range(10))
+        metrics.on_cancel(request, State.DEFERRED, wasted_tokens=1)
+        metrics.on_finish(request, finish("abort"))
+    metrics.on_finish(Request("other", range(10)), finish("abort"))
+    metrics.on_load(LoadSnapshot())  # before anybody can see their ends
+    assert sample(registry, CANCELLED, state="deferred") == 3
+    assert sample(registry, AVOIDED) == 30
+    assert sample(registry, "qwen3_asgi_wasted_tokens_total") == 3
+    assert sample(registry, "vllm:request_success_total", finished_reason="abort") == 4
+    metrics.on_sweep(0.1, 3)
+    metrics.on_load(LoadSnapshot())
+    assert sample(registry, CANCELLED, state="deferred") == 3
 
 
 def test_a_preempted_request_is_looked_up_in_the_prefix_cache_once(
@@ -140,6 +166,93 @@ def test_a_preempted_request_is_looked_up_in_the_prefix_cache_once(
     assert sample(registry, "vllm:num_preemptions_total") == 1
     assert sample(registry, "vllm:prefix_cache_queries_total") == 10
     assert sample(registry, "vllm:prefix_cache_hits_total") == 0
+
+
+def test_what_a_lower_tier_had_is_no_hit_of_the_device(
+    registry: CollectorRegistry, metrics: EngineMetrics, request_of_ten: Request, sample: Sample
+) -> None:
+    metrics.attach(registry)
+    request_of_ten.loaded_tokens = 6
+    metrics.on_admit(request_of_ten, cached_tokens=8)
+    assert sample(registry, "vllm:prefix_cache_queries_total") == 10
+    assert sample(registry, "vllm:prefix_cache_hits_total") == 2
+    assert sample(registry, "vllm:external_prefix_cache_queries_total") == 8
+    assert sample(registry, "vllm:external_prefix_cache_hits_total") == 6
+
+
+def test_deadlines_and_failed_steps_are_counted(
+    registry: CollectorRegistry, metrics: EngineMetrics, request_of_ten: Request, sample: Sample
+) -> None:
+    metrics.attach(registry)
+    late = finish("error")._replace(error=GenerationTimeout("too late"))
+    metrics.on_finish(request_of_ten, late)
+    metrics.on_finish(request_of_ten, finish("error"))
+    metrics.on_step_failure(plan("decode"), RuntimeError("boom"))
+    assert sample(registry, "qwen3_asgi_request_timeouts_total") == 1
+    assert sample(registry, "vllm:request_success_total", finished_reason="error") == 2
+    assert sample(registry, "qwen3_asgi_step_failures_total") == 1
+
+
+TOKENS = st.dictionaries(
+    st.floats(0, 200) | st.sampled_from(INTER_TOKEN_BUCKETS), st.integers(1, 300), max_size=5
+)
+
+
+@given(TOKENS)
+def test_observing_a_value_many_times_at_once_is_observing_it_many_times(
+    intervals: dict[float, int],
+) -> None:
+    together, apart = (
+        Histogram("h", "", ["label"], registry=None, buckets=INTER_TOKEN_BUCKETS) for _ in range(2)
+    )
+    observe, once = observe_many(together.labels("a")), apart.labels("a").observe
+    for seconds, count in intervals.items():
+        observe(seconds, count)
+        for _ in range(count):
+            once(seconds)
+    for ours, theirs in zip(*(samples_of(each) for each in (together, apart)), strict=True):
+        assert ours == pytest.approx(theirs)
+
+
+def samples_of(histogram: Histogram) -> list[tuple[str, float]]:
+    return [
+        (sample.name + sample.labels.get("le", ""), sample.value)
+        for metric in histogram.collect()
+        for sample in metric.samples
+        if not sample.name.endswith("_created")
+    ]
+
+
+def test_a_step_of_tokens_costs_no_observation_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Histogram, amount: float) -> None:
+        raise AssertionError("one observation for each token")
+
+    histogram = Histogram("h", "", registry=None, buckets=(1.0, 2.0))
+    observe = observe_many(histogram)
+    monkeypatch.setattr(Histogram, "observe", refuse)
+    observe(1.5, 256)
+    assert dict(samples_of(histogram))["h_count"] == 256
+
+
+@pytest.mark.parametrize("field", ["_sum", "_buckets", "_upper_bounds"])
+def test_a_histogram_with_other_fields_is_observed_token_by_token(field: str) -> None:
+    class Changed(Histogram):
+        """As if prometheus_client had renamed a field: it can't be found from outside."""
+
+        observed: ClassVar[list[float]] = []
+
+        def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+            self.observed.append(amount)
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == field and self.__dict__.get("_ready"):
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    histogram = Changed("h", "", registry=None, buckets=(1.0, 2.0))
+    histogram.__dict__["_ready"] = True
+    observe_many(histogram)(1.5, 3)
+    assert Changed.observed == [1.5] * 3
 
 
 def test_disconnects_and_wakeups_are_counted(
@@ -157,7 +270,10 @@ def test_disconnects_and_wakeups_are_counted(
 snapshots = st.builds(
     LoadSnapshot,
     num_running=st.integers(0, 3),
-    num_waiting=st.integers(0, 3),
+    num_waiting=st.integers(4, 6),
+    num_loading=st.integers(0, 2),
+    num_held=st.integers(0, 2),
+    num_adapters=st.integers(0, 2),
     kv_used_blocks=st.integers(0, 4),
     kv_total_blocks=st.sampled_from([0, 4, 8]),
 )
@@ -173,16 +289,37 @@ def test_gauges_always_equal_the_last_snapshot_and_fall_to_zero_at_the_end(
     def gauges() -> list[float | None]:
         labels = {"model_name": "tiny", "engine": "0"}
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        return [registry.get_sample_value(f"vllm:{name}", labels) for name in names]
+        return [
+            *(registry.get_sample_value(f"vllm:{name}", labels) for name in names),
+            registry.get_sample_value("qwen3_asgi_lora_adapters", labels),
+            *(
+                registry.get_sample_value(
+                    "vllm:num_requests_waiting_by_reason", {**labels, "reason": reason}
+                )
+                for reason in ("capacity", "loading", "control")
+            ),
+        ]
+
+    def wanted(load: LoadSnapshot) -> list[float]:
+        capacity = load.num_waiting - load.num_loading - load.num_held
+        return [
+            load.num_running,
+            load.num_waiting,
+            load.kv_usage,
+            load.num_adapters,
+            capacity,
+            load.num_loading,
+            load.num_held,
+        ]
 
     for load in loads:
         metrics.on_load(load)
-        assert gauges() == [load.num_running, load.num_waiting, load.kv_usage]
+        assert gauges() == wanted(load)
     metrics.close()
     metrics.close()
-    assert gauges() == [0, 0, 0]
+    assert gauges() == [0] * 7
     metrics.on_load(loads[-1])
-    assert gauges() == [loads[-1].num_running, loads[-1].num_waiting, loads[-1].kv_usage]
+    assert gauges() == wanted(loads[-1])
 
 
 def test_a_failing_measurement_is_logged_once_and_never_raises(
@@ -192,7 +329,7 @@ def test_a_failing_measurement_is_logged_once_and_never_raises(
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
             metrics.on_admit(request, 0)
-            metrics.on_token(request, 0.1, first=True)
+            metrics.on_tokens([(request, 0.1)], {})
             metrics.on_finish(request, finish("stop"))
     assert len(caplog.records) == 1
 

@@ -86,7 +86,7 @@ def test_a_private_and_the_default_registry_show_the_same_at_once(
     metrics.attach(default_registry)
     metrics.attach(registry)
     metrics.on_load(LoadSnapshot(num_running=3))
-    metrics.on_token(request_of_ten, 0.1, first=False)
+    metrics.on_tokens([], {0.1: 1})
     for each in (registry, default_registry):
         assert sample(each, RUNNING) == 3
         assert sample(each, GENERATED) == 1
@@ -109,8 +109,8 @@ def test_a_registry_attached_late_shows_everything_since_the_start(
     early = CollectorRegistry()
     metrics.attach(early)
     metrics.on_load(LoadSnapshot(num_running=1, num_waiting=2))
-    metrics.on_token(request_of_ten, 1.0, first=True)
-    metrics.on_token(request_of_ten, 0.1, first=False)
+    metrics.on_tokens([(request_of_ten, 1.0)], {})
+    metrics.on_tokens([], {0.1: 1})
     metrics.attach(registry)
     assert render(registry) == render(early)
 
@@ -122,7 +122,7 @@ def test_a_detached_engine_leaves_the_others_alone_and_can_come_back(
     metrics.detach(registry)
     metrics.attach(registry)
     other.attach(registry)
-    metrics.on_token(request_of_ten, 0.1, first=False)
+    metrics.on_tokens([], {0.1: 1})
     metrics.detach(registry)
     metrics.detach(registry)
     text = render(registry)[0]
@@ -219,7 +219,7 @@ def test_attaching_and_scraping_from_many_threads_while_tokens_are_counted_loses
     for thread in threads:
         thread.start()
     for i in range(num_tokens):
-        metrics.on_token(request_of_ten, 0.02, first=False)
+        metrics.on_tokens([], {0.02: 1})
         metrics.on_load(LoadSnapshot(num_running=i % 7))
     done.set()
     for thread in threads:

@@ -15,7 +15,7 @@ from qwen3_asgi.openai.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    check_model,
+    choose_adapter,
 )
 from tests.openai.batches import body
 
@@ -186,7 +186,11 @@ def test_json_types_are_told_apart(field: str, value: Any) -> None:
         ({"cache_salt": 3}, "cache_salt", "invalid_type"),
         ({"max_token": 3}, "max_token", "unknown_parameter"),
         ({"x" * 1000: 3}, "x" * 64, "unknown_parameter"),
-        ({"n": 1_000_000}, "n", "unsupported_parameter"),
+        ({"n": 1_000_000}, "n", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 1.5}, "n", "invalid_type"),
+        ({"timeout": "5"}, "timeout", "invalid_type"),
+        ({"priority": 0.5}, "priority", "invalid_type"),
         ({"model": None}, "model", "invalid_type"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "unknown_parameter"),
     ],
@@ -320,6 +324,7 @@ def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
 
 def test_another_model_is_not_found() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        check_model(chat(model="gpt-4").model, "toy")
+        choose_adapter(chat(model="gpt-4").model, "toy", ["mine"])
     assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
-    check_model(chat().model, "toy")
+    assert choose_adapter(chat().model, "toy", ["mine"]) is None
+    assert choose_adapter(chat(model="mine").model, "toy", ["mine"]) == "mine"

@@ -59,6 +59,9 @@ class Record:
     def on_step(self, plan: StepPlan, seconds: float) -> None:
         self.log.append(("step", plan.step))
 
+    def on_step_failure(self, plan: StepPlan, error: Exception) -> None:
+        self.log.append(("step failure", plan.step))
+
     def on_sweep(self, seconds: float, num_swept: int) -> None:
         self.log.append(("sweep", num_swept))
 

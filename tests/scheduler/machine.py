@@ -244,6 +244,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.executor.eos_after[name] = eos_after
             tokens[eos_after:] = [EOS] * (len(tokens) > eos_after)
         self.fates[name] = Fate(tokens, fits, seed=seed, deadline=deadline)
+        if adapter is not None and not all(control.done() for control in self.controls):
+            self.held.add(name)  # maybe for less than one iteration
         return self.harness.submit(
             name,
             prompt,

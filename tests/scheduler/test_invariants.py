@@ -8,11 +8,11 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.scheduler.machine import SchedulerMachine
 
-NUM_LIVES = 2000
+NUM_LIVES = 5000
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("quiet")
 def test_invariants_hold_in_every_life() -> None:
     lives: list[None] = []
