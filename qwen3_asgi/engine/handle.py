@@ -98,16 +98,23 @@ class RequestHandle:
             yield self._take()
 
     def _is_ready(self) -> bool:
-        return self._failure is not None or any(mailbox.is_ready() for _, mailbox in self._open)
+        # For each wake-up of each token: a loop, since a generator costs as much as the read.
+        for _, mailbox in self._open:
+            if mailbox.events or mailbox.failure is not None:
+                return True
+        return self._failure is not None
 
     def _take(self) -> TokenBatch:
         """Of the next output that is ready."""
-        failure = self._failure or self._failed()
-        if failure is not None:
-            raise self._fail(failure)
-        while not self._open[0][1].events:
+        if self._failure is not None:
+            raise self._failure
+        for _, mailbox in self._open:
+            if mailbox.failure is not None:
+                raise self._fail(mailbox.failure)
+        index, mailbox = self._open[0]
+        while not mailbox.events:
             self._open.rotate(-1)
-        index, mailbox = self._open.popleft()
+            index, mailbox = self._open[0]
         tokens = []
         finish: Finish | None = None
         for _ in range(len(mailbox.events)):
@@ -116,22 +123,17 @@ class RequestHandle:
                 tokens.append(event.token)
             finish = event.finish
         if finish is None:
-            self._open.append((index, mailbox))
+            self._open.rotate(-1)
         elif finish.reason == "error" or finish.reason == "abort":
             raise self._fail(finish.error or GenerationCancelled("the request was cancelled"))
         else:
+            self._open.popleft()
             if index == 0:
                 self._first_finish = finish
             if not self._open:
                 self._unbind()
                 self.finish = self._first_finish
         return TokenBatch(tuple(tokens), finish, index)
-
-    def _failed(self) -> Exception | None:
-        for _, mailbox in self._open:
-            if mailbox.failure is not None:
-                return mailbox.failure
-        return None
 
     def _fail(self, failure: Exception) -> Exception:
         # Kept, so that whoever reads again gets it again and does not wait forever.

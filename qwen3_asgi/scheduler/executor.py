@@ -39,9 +39,11 @@ class LandedCopies(NamedTuple):
 class KVTiers(Protocol):
     """KV blocks outside of the device's pool. Called on the scheduler thread only.
 
-    Copies run in the background, in the order in which they were begun. A step, or a copy within
-    the pool, waits for those that read a device block and were begun before it; so the scheduler
-    may give such a block away at once.
+    Copies run in the background. Those of one kind (off the device, onto it, to the file) run in
+    the order in which they were begun, and one that writes a block or a slot runs after all that
+    were begun before and read or write it. A step, or a copy within the pool, waits for those that
+    read a device block and were begun before it; so the scheduler may give such a block away at
+    once.
     """
 
     @property

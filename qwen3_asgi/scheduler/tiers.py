@@ -160,9 +160,10 @@ class TierIndex:
     def flush(self) -> None:
         """Begin the copies that make room: off the device, and from host memory to the file."""
         stores, self._stores = self._stores, []
-        stores += self._demotions()
-        if stores:
-            self._begun[self._tiers.begin(stores)] = stores
+        # A ticket each: what is stored shall be found before the slower file has been written.
+        for copies in (stores, self._demotions()):
+            if copies:
+                self._begun[self._tiers.begin(copies)] = copies
 
     def pin(self, places: Sequence[Place]) -> None:
         """Keep these until they are loaded: making room for them may evict others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -180,6 +181,7 @@ async def test_a_generation_that_was_left_has_its_span(exported: Exported) -> No
         handle = await engine.submit(prompt_token_ids=[1, 2, 3], params=LONG)
         handle.cancel()
         gate.open()
+    assert not [t.name for t in threading.enumerate() if t.name.endswith(" spans")]
     whole = exported.spans()["generate fake"]
     assert whole.status.description == "cancelled"
     assert whole.parent is None

@@ -269,8 +269,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _cancel(self, name: str) -> None:
         if name in self.fates:
             self.fates[name].cancelled = True
-            for fork in self.harness.requests[name].forks:
-                self.fates[fork.id].cancelled = True
+            parent = self.harness.requests[name]
+            for request in self.harness.requests.values():
+                if request.fork_of is parent:  # also those that are still on their way
+                    self.fates[request.id].cancelled = True
         self.scheduler.cancel(name)
 
     def _cancel_in_hook(self, names: list[str]) -> None:

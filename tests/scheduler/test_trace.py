@@ -68,6 +68,7 @@ def test_phases_follow_one_another_without_a_gap_and_hold_what_happened() -> Non
     for each, after in pairwise(iterations):
         assert each.begin < each.end == after.begin
     for each in iterations:
+        assert [phase.name for phase in each.phases].count("drain") == 1
         edges = [each.begin, *(phase.end for phase in each.phases)]
         assert [phase.begin for phase in each.phases] == edges[:-1]
         assert edges[-1] == each.end
