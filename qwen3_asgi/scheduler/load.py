@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qwen3_asgi.scheduler.request import State
+
+if TYPE_CHECKING:
+    from qwen3_asgi.scheduler.blocks import BlockPool
+    from qwen3_asgi.scheduler.queues import QueueTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +46,29 @@ class LoadSnapshot:
     @property
     def idle(self) -> bool:
         return self.num_running == 0 and self.num_waiting == 0
+
+
+def take_snapshot(
+    queues: QueueTable,
+    pool: BlockPool,
+    *,
+    num_adapters: int,
+    iteration: int,
+    step: int,
+    finish_rate: float,
+) -> LoadSnapshot:
+    """The load as the queues and the pool are now."""
+    return LoadSnapshot(
+        num_running=queues.num_running,
+        num_waiting=queues.num_waiting,
+        num_loading=len(queues[State.LOADING]),
+        num_held=len(queues[State.POST_CONTROL_DEFERRED]),
+        num_adapters=num_adapters,
+        waiting_tokens=queues.waiting_tokens,
+        kv_used_blocks=pool.used,
+        kv_cached_blocks=pool.cached,
+        kv_total_blocks=pool.num_blocks,
+        iteration=iteration,
+        step=step,
+        finish_rate=finish_rate,
+    )

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from qwen3_asgi.errors import EngineDead, GenerationCancelled, GenerationTimeout
+from qwen3_asgi.errors import EngineDead, GenerationCancelled
 from qwen3_asgi.scheduler.admission import Admission
 from qwen3_asgi.scheduler.arrivals import Arrivals
 from qwen3_asgi.scheduler.blocks import BlockPool
@@ -30,8 +30,9 @@ from qwen3_asgi.scheduler.inbox import (
     Submit,
     Wake,
 )
+from qwen3_asgi.scheduler.integrity import check_integrity
 from qwen3_asgi.scheduler.lanes import ThreadLanes
-from qwen3_asgi.scheduler.load import LoadSnapshot
+from qwen3_asgi.scheduler.load import LoadSnapshot, take_snapshot
 from qwen3_asgi.scheduler.loading import Loading
 from qwen3_asgi.scheduler.observer import GuardedObserver
 from qwen3_asgi.scheduler.pace import Pace
@@ -39,11 +40,11 @@ from qwen3_asgi.scheduler.plan import RequestId
 from qwen3_asgi.scheduler.queues import QueueTable
 from qwen3_asgi.scheduler.request import Limits, Request, State
 from qwen3_asgi.scheduler.steps import Steps
-from qwen3_asgi.scheduler.sweep import collect
+from qwen3_asgi.scheduler.sweep import Sweeper
 from qwen3_asgi.scheduler.tiers import TierIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from qwen3_asgi.scheduler.executor import ModelExecutor
     from qwen3_asgi.scheduler.lanes import Lane, Lanes
@@ -120,6 +121,9 @@ class Scheduler:
             None if self._loading is None else self._loading.last_offer,
         )
         self._endings = Endings(self._queues, self._pool, executor, self._observer, self._loading)
+        self._sweeper = Sweeper(
+            self._inbox, self._deadlines, self._queues, self._endings, self._observer, clock
+        )
         self._arrivals = Arrivals(
             self._queues,
             self.limits,
@@ -145,7 +149,6 @@ class Scheduler:
         )
         if tiers is not None:
             executor.on_landed(self._inbox.wake)
-        self._carried_cancels: Mapping[RequestId, Cancelled] = {}
         self._arrived: deque[Command] = deque()  # taken from the inbox, not carried out yet
         self._stopping = False
         self._iteration = 0
@@ -221,7 +224,7 @@ class Scheduler:
         self._phase("drain")
         self._drain()
         self._phase("sweep")
-        self._sweep()
+        self._sweeper.sweep()
         self._phase("publish")
         self._publish()
         self._deliver()
@@ -259,21 +262,9 @@ class Scheduler:
         """Compare all bookkeeping; for tests and for idle moments.
 
         Raises:
-            RuntimeError: a block or a request is lost or counted twice, or a block is shared while
-                one of its owners writes to it.
+            RuntimeError: something is lost, counted twice, or shared while it is written to.
         """
-        tables = [request.blocks for request in self._queues]
-        loading = [] if self._loading is None else self._loading.held_blocks
-        self._pool.check_integrity(tables + loading)
-        if sum(len(self._queues[state]) for state in State) != len(self._queues):
-            raise RuntimeError("a live request is in no queue, or in two")
-        if self._loading is not None:
-            self._loading.index.check_integrity()
-        for request in self._queues:
-            full = request.num_computed // self._pool.block_size
-            shared = [b for b in request.blocks[full:] if self._pool.references(b) > 1]
-            if shared and request.state is not State.LOADING:
-                raise RuntimeError(f"request {request.id} writes to shared KV blocks {shared[:8]}")
+        check_integrity(self._queues, self._pool, self._loading)
 
     def live_requests(self, state: State) -> list[RequestId]:
         """Ids in one queue, in order. Scheduler thread only (or a loop that is not running)."""
@@ -281,13 +272,10 @@ class Scheduler:
 
     def _put(self, command: Command) -> None:
         if self._closed:
-            raise self._gone()
+            raise _gone()
         self._inbox.put(command)
         if self._closed:  # the loop ended in between: nobody else would answer
             self._refuse(self._inbox.take_commands())
-
-    def _gone(self) -> EngineDead:
-        return EngineDead("the scheduler has ended")
 
     def _drain(self) -> None:
         self._arrived.extend(self._inbox.take_commands())
@@ -307,49 +295,11 @@ class Scheduler:
                 case Wake():
                     pass
 
-    def _sweep(self) -> None:
-        arrived = self._inbox.take_cancelled()
-        arrived += self._too_late()
-        if not arrived and not self._carried_cancels:
-            return
-        begin = self.clock()
-        sweep = collect(arrived, self._carried_cancels, self._queues)
-        self._carried_cancels = sweep.carried
-        end, on_cancel = self._endings.end, self._observer.on_cancel
-        for request, entry in sweep.due:
-            state = request.state
-            if state is None:
-                continue
-            request.swept = entry
-            if entry.error is not None:
-                end(request, finish(request, "error", error=entry.error))
-                continue
-            wasted = request.forwarded_tokens - entry.forwarded_tokens
-            on_cancel(request, state, wasted if wasted > 0 else 0)
-            end(request, finish(request, "abort"))
-        if sweep.due:
-            self._observer.on_sweep(self.clock() - begin, len(sweep.due))
-
-    def _too_late(self) -> list[Cancelled]:
-        if not self._deadlines:
-            return []
-        error = GenerationTimeout("the request was not finished by its deadline")
-        return [
-            Cancelled(request_id, 0, error) for request_id in self._deadlines.expired(self.clock())
-        ]
-
     def _publish(self) -> None:
-        queues, pool = self._queues, self._pool
-        self._load = LoadSnapshot(
-            num_running=queues.num_running,
-            num_waiting=queues.num_waiting,
-            num_loading=len(queues[State.LOADING]),
-            num_held=len(queues[State.POST_CONTROL_DEFERRED]),
+        self._load = take_snapshot(
+            self._queues,
+            self._pool,
             num_adapters=len(self._controls.adapters),
-            waiting_tokens=queues.waiting_tokens,
-            kv_used_blocks=pool.used,
-            kv_cached_blocks=pool.cached,
-            kv_total_blocks=pool.num_blocks,
             iteration=self._iteration,
             step=self._steps.number,
             finish_rate=self._pace.rate,
@@ -361,14 +311,10 @@ class Scheduler:
             self._observer.on_preempt(request)
             if self._loading is not None:
                 self._loading.arrived(request)
-        admitted = self._admission.admit()
-        if not admitted:
-            return
-        now = self.clock()
-        for request in admitted:
+        for request in self._admission.admit():
             if not request.admitted:
                 request.admitted = True
-                request.admitted_at = now
+                request.admitted_at = self.clock()
                 request.cached_tokens = request.num_computed
                 self._observer.on_admit(request, request.cached_tokens)
 
@@ -397,9 +343,7 @@ class Scheduler:
         self._arrived.append(self._inbox.wait_command(seconds))
 
     def _check_progress(self) -> None:
-        if self._steps.flying:
-            return
-        if self._loading is not None and self._loading.busy:
+        if self._steps.flying or (self._loading is not None and self._loading.busy):
             return
         # With nobody running the whole pool is available and `check_fits` has passed, so the
         # head of `deferred` is always admitted. Spinning or parking here would hang clients.
@@ -426,7 +370,7 @@ class Scheduler:
         reason: FinishReason = "error" if isinstance(error, EngineDead) else "abort"
         for request in list(self._queues):
             self._endings.end(request, finish(request, reason, error=error))
-        self._controls.refuse(self._gone())
+        self._controls.refuse(_gone())
         self._refuse([*self._arrived, *self._inbox.take_commands()])
         self._publish()
         self._deliver()
@@ -440,11 +384,15 @@ class Scheduler:
                     self._observer.on_finish(request, end)
                     self._send([Event(request.id, None, end)])
             elif isinstance(command, Control):
-                command.refuse(self._gone())
+                command.refuse(_gone())
 
     def _phase(self, name: str) -> None:
         if self._trace is not None:
             self._trace(name)
+
+
+def _gone() -> EngineDead:
+    return EngineDead("the scheduler has ended")
 
 
 def _nothing() -> None:

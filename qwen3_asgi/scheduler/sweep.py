@@ -9,12 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qwen3_asgi.scheduler.inbox import Cancelled
+from qwen3_asgi.errors import GenerationTimeout
+from qwen3_asgi.scheduler.effects import finish
+from qwen3_asgi.scheduler.inbox import Cancelled, Inbox
 from qwen3_asgi.scheduler.queues import SWEPT_STATES, QueueTable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
+    from qwen3_asgi.scheduler.deadlines import Deadlines
+    from qwen3_asgi.scheduler.endings import Endings
+    from qwen3_asgi.scheduler.observer import GuardedObserver
     from qwen3_asgi.scheduler.plan import RequestId
     from qwen3_asgi.scheduler.request import Request
 
@@ -61,3 +66,57 @@ def collect(
                     if fork.state is not None
                 ]
     return Sweep(tuple(due.values()), keep)
+
+
+class Sweeper:
+    """The sweep of one scheduler. Owned by the scheduler thread; never waits.
+
+    `carried` are cancels that wait for their step to land, or for their submit to arrive.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        deadlines: Deadlines,
+        queues: QueueTable,
+        endings: Endings,
+        observer: GuardedObserver,
+        clock: Callable[[], float],
+    ) -> None:
+        self.carried: Mapping[RequestId, Cancelled] = {}
+        self._inbox = inbox
+        self._deadlines = deadlines
+        self._queues = queues
+        self._endings = endings
+        self._observer = observer
+        self._clock = clock
+
+    def sweep(self) -> None:
+        """Drop who was cancelled, or is too late, since the last time."""
+        arrived = self._inbox.take_cancelled() + self._too_late()
+        if not arrived and not self.carried:
+            return
+        begin = self._clock()
+        sweep = collect(arrived, self.carried, self._queues)
+        self.carried = sweep.carried
+        end, on_cancel = self._endings.end, self._observer.on_cancel
+        for request, entry in sweep.due:
+            state = request.state
+            if state is None:
+                continue
+            request.swept = entry
+            if entry.error is not None:
+                end(request, finish(request, "error", error=entry.error))
+                continue
+            wasted = request.forwarded_tokens - entry.forwarded_tokens
+            on_cancel(request, state, wasted if wasted > 0 else 0)
+            end(request, finish(request, "abort"))
+        if sweep.due:
+            self._observer.on_sweep(self._clock() - begin, len(sweep.due))
+
+    def _too_late(self) -> list[Cancelled]:
+        if not self._deadlines:
+            return []
+        error = GenerationTimeout("the request was not finished by its deadline")
+        late = self._deadlines.expired(self._clock())
+        return [Cancelled(request_id, 0, error) for request_id in late]

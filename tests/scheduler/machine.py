@@ -9,72 +9,27 @@ the design after each rule. The pools are tiny, so that preemption and eviction 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from qwen3_asgi.errors import ContextLengthExceeded, GenerationTimeout, InvalidRequest
 from qwen3_asgi.scheduler.executor import Place
 from qwen3_asgi.scheduler.request import RUNNING_STATES, WAITING_STATES, State
 from qwen3_asgi.testing.fake_executor import generate
-from tests.scheduler.harness import Harness, Record
+from tests.scheduler.fates import EOS, Digits, Fate, FlakySink, Injected, check_end
+from tests.scheduler.harness import Harness
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from qwen3_asgi.scheduler.events import Event, Finish
     from qwen3_asgi.scheduler.plan import RequestId, StepPlan
     from qwen3_asgi.scheduler.request import Request
 
 NUMBER_BITS = 96
 NUMBER = st.integers(0, 2**NUMBER_BITS - 1)
 MAX_TOKENS = (1, 2, 4, 7, 12, None)
-EOS = 0
-
-
-class Digits:
-    """One drawn number, read as several small choices: drawing is what costs the time."""
-
-    def __init__(self, number: int) -> None:
-        self.rest = number
-
-    def below(self, limit: int) -> int:
-        self.rest, digit = divmod(self.rest, limit)
-        return digit
-
-
-@dataclass
-class Fate:
-    """What is known about one submitted request, and what must become of it."""
-
-    tokens: list[int]
-    fits: bool
-    seen: int = 0
-    ends: list[Finish] = field(default_factory=list)
-    cancelled: bool = False
-    failed: bool = False
-    seed: int | None = 0  # of its adapter; None: there is no such adapter
-    deadline: float | None = None
-
-
-class Injected(Exception):
-    """The only error that the machine's executor and sink raise on purpose."""
-
-
-class FlakySink(Record):
-    """Takes the events, and then fails if it was told to."""
-
-    fails = False
-
-    def deliver(self, events: Sequence[Event]) -> None:
-        self.events.extend(events)
-        if self.fails:
-            self.fails = False
-            raise Injected("the listener is dead")
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -394,27 +349,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(len(fate.ends) == 1 for fate in self.fates.values()), "no end, or two"
         admitted = [name for name, request in self.harness.requests.items() if request.admitted]
         assert Counter(self.executor.dropped) == Counter(admitted)
-
-
-def check_end(fate: Fate, end: Finish) -> None:
-    """The reason fits what happened to the request."""
-    assert end.completion_tokens == fate.seen
-    match end.reason:
-        case "abort":
-            assert fate.cancelled
-        case "error" if not fate.fits:
-            assert isinstance(end.error, ContextLengthExceeded)
-        case "error" if isinstance(end.error, GenerationTimeout):
-            assert fate.deadline is not None
-        case "error" if fate.seed is None:
-            assert isinstance(end.error, InvalidRequest)
-        case "error":
-            assert fate.failed, f"failed by itself: {end.error}"
-            assert "njected" in str(end.error)
-        case _:
-            assert fate.fits
-            assert fate.seen == len(fate.tokens), "ended early"
-            assert end.reason == ("stop" if fate.tokens[-1] == EOS else "length")
 
 
 def random_life(seed: int) -> None:

@@ -65,7 +65,7 @@ def test_cancel_of_unknown_and_finished_ids_is_harmless() -> None:
     harness.cancel("r", "nobody", "r")
     harness.step(3)
     assert len(harness.ends("r")) == 1
-    assert harness.scheduler._carried_cancels == {}, "an unknown id is kept for ever"
+    assert harness.scheduler._sweeper.carried == {}, "an unknown id is kept for ever"
     harness.run()
     assert harness.tokens("s") == harness.expected("s", 20)
     assert Counter(harness.executor.dropped) == Counter("rs")

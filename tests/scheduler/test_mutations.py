@@ -16,7 +16,7 @@ from qwen3_asgi.scheduler.loop import Scheduler
 from qwen3_asgi.scheduler.prefix import extend_digests, root_digest
 from qwen3_asgi.scheduler.request import State
 from qwen3_asgi.scheduler.steps import Steps
-from qwen3_asgi.scheduler.sweep import collect
+from qwen3_asgi.scheduler.sweep import Sweeper, collect
 from qwen3_asgi.scheduler.tiers import Level
 from tests.scheduler.machine import random_life
 from tests.scheduler.tier_life import tier_life
@@ -33,37 +33,32 @@ NUM_TIER_LIVES = 20
 def sweep_rereads_who_is_cancelled(patch: pytest.MonkeyPatch) -> None:
     """Release by one reading of the cancels, leave the queues by another."""
 
-    def sweep(self: Scheduler) -> None:
-        due = collect(self._inbox.take_cancelled(), self._carried_cancels, self._queues).due
+    def sweep(self: Sweeper) -> None:
+        due = collect(self._inbox.take_cancelled(), self.carried, self._queues).due
         for request, _ in due:
             if request.admitted:
                 self._endings._executor.drop_request(request.id)
-            give_back(request, self._pool)
+            give_back(request, self._endings._pool)
             self._endings.events.append(Event(request.id, None, finish(request, "abort")))
         reread = collect(self._inbox.take_cancelled(), {}, self._queues).due
         for request, _ in {request.id: (request, _) for request, _ in due + reread}.values():
             self._queues.remove(request)
 
-    patch.setattr(Scheduler, "_sweep", sweep)
+    patch.setattr(Sweeper, "sweep", sweep)
 
 
 def load_is_published_before_the_sweep(patch: pytest.MonkeyPatch) -> None:
-    sweep, publish = Scheduler._sweep, Scheduler._publish
-    moved: list[Scheduler] = []
+    sweep, publish = Sweeper.sweep, Scheduler._publish
+    swept: dict[int, int] = {}
 
     def publish_then_sweep(self: Scheduler) -> None:
         publish(self)
-        sweep(self)
-        moved.append(self)
+        if swept.get(id(self)) != self._iteration:
+            swept[id(self)] = self._iteration
+            sweep(self._sweeper)
 
-    def publish_unless_moved(self: Scheduler) -> None:
-        if moved:
-            moved.clear()
-        else:
-            publish(self)
-
-    patch.setattr(Scheduler, "_sweep", publish_then_sweep)
-    patch.setattr(Scheduler, "_publish", publish_unless_moved)
+    patch.setattr(Sweeper, "sweep", lambda self: None)
+    patch.setattr(Scheduler, "_publish", publish_then_sweep)
 
 
 def swept_blocks_are_not_released(patch: pytest.MonkeyPatch) -> None:
@@ -74,17 +69,17 @@ def swept_blocks_are_not_released(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_in_flight_are_released_at_once(patch: pytest.MonkeyPatch) -> None:
-    sweep = Scheduler._sweep
+    sweep = Sweeper.sweep
 
-    def eager(self: Scheduler) -> None:
+    def eager(self: Sweeper) -> None:
         sweep(self)
-        for request_id in self._carried_cancels:
+        for request_id in self.carried:
             request = self._queues.get(request_id)
             if request is not None and request.state is State.INFLIGHT:
-                self._pool.release(request.blocks)
+                self._endings._pool.release(request.blocks)
                 request.blocks = []
 
-    patch.setattr(Scheduler, "_sweep", eager)
+    patch.setattr(Sweeper, "sweep", eager)
 
 
 def blocks_of_a_cancelled_load_are_released_at_once(patch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_survivors_keep_their_place_and_their_tokens(victims: list[str]) -> None
     survivors = [name for name in EVERYONE if name not in victims]
     harness.cancel(*victims)
     harness.scheduler._drain()
-    harness.scheduler._sweep()
+    harness.scheduler._sweeper.sweep()
     assert harness.order() == survivors
     harness.run()
     for name in survivors:
@@ -270,5 +270,5 @@ def test_idle_sweep_does_not_even_read_the_clock() -> None:
     harness.submit("r", prompt_of("r", 3))
     harness.step()
     del reads[:]
-    harness.scheduler._sweep()
+    harness.scheduler._sweeper.sweep()
     assert reads == []
