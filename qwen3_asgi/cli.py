@@ -98,6 +98,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-kv-blocks", type=int, default=None)
     parser.add_argument("--num-threads", type=int, default=None)
     parser.add_argument("--served-model-name", default=None)
+    parser.add_argument("--overlap", action="store_true", help="run long prefills beside decode")
+    parser.add_argument(
+        "--host-kv-gib", type=float, default=0.0, help="host memory for evicted KV blocks"
+    )
+    parser.add_argument("--kv-file", default=None, help="a file for what leaves host memory")
+    parser.add_argument("--kv-file-gib", type=float, default=4.0)
 
 
 def _engine(arguments: argparse.Namespace) -> Engine:
@@ -112,6 +118,10 @@ def _engine(arguments: argparse.Namespace) -> Engine:
         num_kv_blocks=arguments.num_kv_blocks,
         num_threads=arguments.num_threads,
         served_model_name=arguments.served_model_name,
+        overlap=arguments.overlap,
+        host_kv_gib=arguments.host_kv_gib,
+        kv_file=arguments.kv_file,
+        kv_file_gib=arguments.kv_file_gib,
     )
     return Engine(arguments.model, config)
 

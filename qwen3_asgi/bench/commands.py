@@ -115,7 +115,19 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     timeline.set_defaults(run=_timeline, json=False)
 
-    for kind in (storm, seam, bridge, host, chaos, scheduler, itl):
+    tiers = kinds.add_parser("tiers", help="TTFT of a cached prefix, by where it lies")
+    tiers.add_argument("--model", default="tiny")
+    tiers.add_argument("--device", default="auto")
+    tiers.add_argument("--dtype", default="auto")
+    tiers.add_argument("--num-threads", type=int)
+    tiers.add_argument("--prompt-tokens", type=int, default=4096)
+    tiers.add_argument("--repeats", type=int, default=5)
+    tiers.add_argument("--host-gib", type=float, default=2.0)
+    tiers.add_argument("--file-gib", type=float, default=2.0)
+    tiers.add_argument("--folder", help="where the file is put")
+    tiers.set_defaults(run=_tiers)
+
+    for kind in (storm, seam, bridge, host, chaos, scheduler, itl, tiers):
         kind.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -209,6 +221,26 @@ def _chaos(arguments: argparse.Namespace) -> int:
     )
     print(report.to_json() if arguments.json else table(report))
     return 0 if report.ok else 1
+
+
+def _tiers(arguments: argparse.Namespace) -> int:
+    from qwen3_asgi.bench.tiers import TiersOptions, run_tiers, table
+
+    report = run_tiers(
+        TiersOptions(
+            model=arguments.model,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            num_threads=arguments.num_threads,
+            prompt_tokens=arguments.prompt_tokens,
+            repeats=arguments.repeats,
+            host_gib=arguments.host_gib,
+            file_gib=arguments.file_gib,
+            folder=arguments.folder,
+        )
+    )
+    print(report.to_json() if arguments.json else table(report))
+    return 0
 
 
 def _host(arguments: argparse.Namespace) -> int:

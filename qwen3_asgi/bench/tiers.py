@@ -6,12 +6,10 @@ or nowhere: then it is computed. The engine runs in this process, and one reques
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -182,27 +180,3 @@ def _leave_page_cache(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    defaults = TiersOptions()
-    parser = argparse.ArgumentParser(prog="python -m qwen3_asgi.bench.tiers", description=__doc__)
-    parser.add_argument("--model", default=defaults.model)
-    parser.add_argument("--device", default=defaults.device)
-    parser.add_argument("--dtype", default=defaults.dtype)
-    parser.add_argument("--num-threads", type=int, default=None)
-    parser.add_argument("--prompt-tokens", type=int, default=defaults.prompt_tokens)
-    parser.add_argument("--repeats", type=int, default=defaults.repeats)
-    parser.add_argument("--host-gib", type=float, default=defaults.host_gib)
-    parser.add_argument("--file-gib", type=float, default=defaults.file_gib)
-    parser.add_argument("--folder", default=None, help="where the file is put")
-    parser.add_argument("--json", action="store_true")
-    found = vars(parser.parse_args(arguments))
-    as_json = found.pop("json")
-    report = run_tiers(TiersOptions(**found))
-    print(report.to_json() if as_json else table(report))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

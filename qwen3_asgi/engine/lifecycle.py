@@ -305,6 +305,13 @@ class Lifecycle:
 
     def _build(self) -> Runtime:
         model = self._load_model()
+        try:
+            return self._assemble(model)
+        except BaseException:
+            model.executor.close()  # its threads and files have no other owner yet
+            raise
+
+    def _assemble(self, model: LoadedModel) -> Runtime:
         delivery = Delivery(self._metrics.on_wakeups)
         size = self._config.trace_iterations
         self.trace = SchedulerTrace(size) if size else None

@@ -200,7 +200,8 @@ class EngineMetrics:
     @_never_raises
     def on_admit(self, request: Request, cached_tokens: int) -> None:
         # A preempted request finds its own blocks: that says nothing about what prompts share.
-        if request.num_preemptions == 0:
+        # Forks don't look: their prompt is counted once, with their parent's.
+        if request.num_preemptions == 0 and request.fork_of is None:
             self._prefix_queries(request.prompt_len)
             # What came from a lower tier was found there, and not on the device.
             on_device = max(0, cached_tokens - request.loaded_tokens)
@@ -217,7 +218,8 @@ class EngineMetrics:
         self, first: Sequence[tuple[Request, float]], intervals: Mapping[float, int]
     ) -> None:
         for request, seconds in first:
-            self._prompt_tokens(request.prompt_len)
+            if request.fork_of is None:
+                self._prompt_tokens(request.prompt_len)
             self._first_token(seconds)
         for seconds, count in intervals.items():
             self._inter_token(seconds, count)

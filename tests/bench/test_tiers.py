@@ -7,13 +7,14 @@ from dataclasses import asdict
 
 import pytest
 
-from qwen3_asgi.bench.tiers import TiersOptions, TiersReport, main, run_tiers, table
+from qwen3_asgi.bench.tiers import TiersOptions, TiersReport, run_tiers, table
+from qwen3_asgi.cli import main
 
 SMALL = ["--prompt-tokens", "70", "--repeats", "2", "--host-gib", "0.01", "--file-gib", "0.01"]
 
 
 def test_every_place_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--device", "cpu", "--json"]) == 0
+    assert main(["bench", "tiers", *SMALL, "--device", "cpu", "--json"]) == 0
     report = TiersReport(**json.loads(capsys.readouterr().out))
     assert (report.prompt_tokens, report.cached_tokens) == (70, 64)
     lines = table(report).splitlines()
