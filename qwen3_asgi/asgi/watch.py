@@ -32,6 +32,9 @@ GOING_AWAY = 1001
 _FIRST_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 _BODY_MESSAGES = ("http.response.body", "websocket.http.response.body")
 _FINAL_MESSAGES = ("http.response.pathsend", "websocket.close")
+# Never the last message to a client that is gone: hypercorn's `send` waits for ever for a lost
+# HTTP/2 connection to take that one.
+_EMPTY_PART: Message = {"type": "http.response.body", "body": b"", "more_body": True}
 
 
 class DisconnectWatch:
@@ -72,6 +75,7 @@ class _Watch:
         "_binding",
         "_complete",
         "_inflow",
+        "_last_sent",
         "_portal",
         "_response_started",
         "_send",
@@ -86,6 +90,7 @@ class _Watch:
         self._watcher: _Watcher | None = None
         self._app_scopes: list[anyio.CancelScope] = []
         self._response_started = False
+        self._last_sent = ""
         self._complete = False
 
     async def run(self, app: ASGIApp, scope: Scope, *, cancel_app: bool) -> None:
@@ -101,22 +106,22 @@ class _Watch:
                 await self._watcher.ended()
             current_binding.reset(token)
             scope.pop(WATCH_KEY, None)  # or it would refer to itself through `receive`
-        if not ended and not self._response_started:
-            await _answer_gone(scope, self._send)
+        if not ended:
+            await _answer_gone(scope, self._send, self._last_sent)
 
     async def run_nested(
         self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, *, cancel_app: bool
     ) -> None:
         """An inner `DisconnectWatch` of the same request."""
-        started = False
+        last = ""
 
         async def send_noting(message: Message) -> None:
-            nonlocal started
+            nonlocal last
             await send(message)
-            started = True  # not before: a `send` that is cancelled may have sent nothing
+            last = message["type"]  # not before: a `send` that is cancelled may have sent nothing
 
-        if not await self._run_app(app, scope, receive, send_noting, cancel_app) and not started:
-            await _answer_gone(scope, send)
+        if not await self._run_app(app, scope, receive, send_noting, cancel_app):
+            await _answer_gone(scope, send, last)
 
     async def send(self, message: Message) -> None:
         kind = message["type"]
@@ -130,6 +135,7 @@ class _Watch:
             self._stop()
         try:
             await self._send(message)
+            self._last_sent = kind
         except OSError:  # spec 2.4: a server may say so here, too
             self._on_disconnect()
             raise
@@ -235,13 +241,15 @@ class _Watcher:
                 self._waiter.set()
 
 
-async def _answer_gone(scope: Scope, send: Send) -> None:
+async def _answer_gone(scope: Scope, send: Send, last_sent: str) -> None:
     """Nobody reads this, but a server or the host's middleware outside may insist on an answer."""
     with contextlib.suppress(OSError):
         if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": GOING_AWAY})
+            if not last_sent:
+                await send({"type": "websocket.close", "code": GOING_AWAY})
             return
-        await send({"type": "http.response.start", "status": GONE_STATUS, "headers": []})
-        # Never the last message: hypercorn's `send` waits for ever for a lost HTTP/2 connection to
-        # take that one.
-        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        if not last_sent:
+            await send({"type": "http.response.start", "status": GONE_STATUS, "headers": []})
+        if last_sent in ("", "http.response.start"):
+            # Compressing middleware holds the start back until there is a body.
+            await send(_EMPTY_PART)

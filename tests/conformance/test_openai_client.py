@@ -190,9 +190,9 @@ def test_errors_are_typed_and_name_the_field(client, arguments, error, param):
 
 @pytest.mark.anyio
 async def test_the_async_client_chats_streams_and_hangs_up(
-    make_async_client, tiny_server, anyio_backend
+    make_async_client, tiny_server, anyio_backend_name
 ):
-    if anyio_backend == "trio":
+    if anyio_backend_name == "trio":
         pytest.skip("the openai client needs an asyncio-only transport for keep-alive connections")
     async with make_async_client() as client:
         answer = await client.chat.completions.create(

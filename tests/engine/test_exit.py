@@ -92,7 +92,13 @@ Engine("tiny").start_soon()
 }
 
 
-@pytest.mark.parametrize("what", SCRIPTS)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=pytest.mark.torch if "bundled model" in what else ())
+        for what in SCRIPTS
+    ],
+)
 def test_a_program_that_never_stops_its_engine_ends_by_itself(what: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROLOGUE + SCRIPTS[what]],

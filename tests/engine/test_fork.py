@@ -121,6 +121,7 @@ def test_a_process_of_multiprocessing_restarts_it_by_a_block() -> None:
     assert seen == {"ids": FIVE, "exit": 0, "parent": FIVE}
 
 
+@pytest.mark.torch
 def test_the_bundled_model_is_loaded_again_in_the_child_and_says_the_same() -> None:
     seen = play("tiny")
     assert seen.pop("refused").startswith(FORKED)

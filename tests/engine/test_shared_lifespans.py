@@ -229,11 +229,11 @@ async def test_an_entry_whose_model_cannot_be_loaded_counts_no_more() -> None:
 
 @pytest.mark.parametrize("from_thread", [False, True])
 async def test_a_stop_from_another_loop_ends_the_requests_of_this_one(
-    from_thread: bool, anyio_backend: str
+    from_thread: bool, anyio_backend_name: str
 ) -> None:
     fake = executor()
     gate = Gate(fake)
-    other = "trio" if anyio_backend == "asyncio" else "asyncio"
+    other = "trio" if anyio_backend_name == "asyncio" else "asyncio"
     async with running(toy_engine(fake), gate) as engine:
         handle = await engine.submit(prompt_token_ids=[5, 6], params=tokens(9))
         await gate.held(1)

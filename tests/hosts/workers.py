@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 SECONDS = 60.0
 APP = "tests.hosts.apps.worker_host"
 GUNICORN_CONFIG = """
+from prometheus_client.multiprocess import mark_process_dead
+
 control_socket_disable = True  # of gunicorn 25 and later: one file for all servers of a user
 
 def child_exit(server, worker):
-    from prometheus_client.multiprocess import mark_process_dead
-
     mark_process_dead(worker.pid)
 """
 
