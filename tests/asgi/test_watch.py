@@ -196,7 +196,7 @@ async def test_the_host_sees_a_499_when_nothing_was_sent_and_no_end_otherwise(
     for step, (app, types) in enumerate(
         [
             (silent, ["http.response.start", "http.response.body"]),
-            # An empty part, for compressing middleware that holds the start back until there is one.
+            # An empty part, for compressing middleware that holds the start back until then.
             (started, ["http.response.start", "http.response.body"]),
         ],
         start=1,
