@@ -179,6 +179,8 @@ def _run(options: ChaosOptions, jobs: Jobs, folder: Path, report: ChaosReport) -
     with engine, serve_here(_host(engine)) as url:
         ledger = Ledger(engine)
         world.load_adapters()
+        if 60 * options.minutes >= LEAST_SAMPLES * SAMPLE_SECONDS:
+            jobs.warm(engine)
         target = Target.parse(url)
         with closing(Probe(target)) as probe:
             tasks = json.loads(probe.get("/tasks"))

@@ -5,6 +5,7 @@ Also the host app through which half of the clients come, and the engine behind 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from qwen3_asgi.config import EngineConfig, SamplingParams
 from qwen3_asgi.engine.engine import Engine
 from qwen3_asgi.engine.loading import load_model
+from qwen3_asgi.errors import GenerationFailed
 
 if TYPE_CHECKING:
     import random
@@ -102,12 +104,21 @@ class Jobs:
 
     def draw(self, rng: random.Random) -> Job:
         job = rng.choice(self._plain)
+        # There is always somebody at 0: without a deadline the least urgent would wait for ever.
+        priority = rng.choice((-1, 0, 0, 0, 1))
+        hurries = priority > 0 or rng.random() < 0.1
         return dataclasses.replace(
             job,
             n=rng.choice((1, 1, 1, 1, 2, 3)),
-            timeout=rng.uniform(0.02, 1.0) if rng.random() < 0.1 else None,
-            priority=rng.choice((-1, 0, 0, 0, 1)),
+            timeout=rng.uniform(0.02, 1.0) if hurries else None,
+            priority=priority,
         )
+
+    def warm(self, engine: Engine) -> None:
+        """Ask everything once, so that what grows later is no memory of it. Some may fail."""
+        for job in self._plain:
+            with contextlib.suppress(GenerationFailed):
+                engine.generate_sync(**job.asked)
 
 
 def _undisturbed(engine: Engine, prompts: list[list[int]]) -> list[list[Job]]:

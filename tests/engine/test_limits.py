@@ -56,7 +56,7 @@ def timeouts(registry: CollectorRegistry) -> float:
 
 def later(engine: Engine, seconds: float) -> None:
     """Put the scheduler's clock forward."""
-    engine._running().scheduler.clock = lambda: time.monotonic() + seconds
+    engine._running().scheduler._sweeper._clock = lambda: time.monotonic() + seconds
 
 
 async def read(handle: RequestHandle) -> list[int]:

@@ -29,8 +29,19 @@ def real_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qwen3_asgi.engine.engine.load_model", load)
 
 
+before: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def engines_of_other_tests() -> None:
+    """What another test has left running is not this one's."""
+    before.clear()
+    before.update(threading.enumerate())
+
+
 def threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("qwen3-asgi")]
+    ours = set(threading.enumerate()) - before
+    return [thread.name for thread in ours if thread.name.startswith("qwen3-asgi")]
 
 
 def test_engines_built_before_inside_and_shared_load_the_fake_model() -> None:
