@@ -53,7 +53,7 @@ def test_nothing_to_measure_is_one_clear_line(option, capsys):
 
 
 def test_clients_that_are_answered_at_once_are_no_storm(tiny_server):
-    options = StormOptions(clients=2, prompt_words=1, max_tokens=1, repeat=1)
+    options = StormOptions(clients=64, prompt_words=1, max_tokens=1, repeat=1)
     with pytest.raises(ValueError, match="answered too fast"):
         run_storm(tiny_server.url, options)
 
