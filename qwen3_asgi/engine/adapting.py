@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, TypeVar
 
 from qwen3_asgi.engine.offload import ThreadLimit
-from qwen3_asgi.engine.portal import in_event_loop, wait_future
+from qwen3_asgi.engine.portal import check_thread, wait_future
 from qwen3_asgi.errors import EngineDead
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class AdapterMethods(ABC):
         self, name: str, path: PathLike, *, within: Sequence[PathLike] | None = None
     ) -> AdapterInfo:
         """`load_adapter` for threads."""
-        _check_thread()
+        check_thread()
         runtime = self._runtime().result()
         adapter = runtime.adapters.read(name, path, within)
         try:
@@ -95,7 +95,7 @@ class AdapterMethods(ABC):
 
     def unload_adapter_sync(self, name: str) -> None:
         """`unload_adapter` for threads."""
-        _check_thread()
+        check_thread()
         runtime = self._running()
         try:
             runtime.adapters.unload(name).result()
@@ -106,8 +106,3 @@ class AdapterMethods(ABC):
         """What a caller is told whose command a scheduler that has ended did not take."""
         stopped = self._lifecycle.state in ("draining", "stopped")
         return self._lifecycle.refusal() if stopped else error
-
-
-def _check_thread() -> None:
-    if in_event_loop():
-        raise RuntimeError("this would block the event loop; await the async method instead")

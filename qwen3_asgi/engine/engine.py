@@ -17,7 +17,7 @@ from qwen3_asgi.engine.loading import LoadedModel, Loader, load_model, served_na
 from qwen3_asgi.engine.offload import ThreadLimit
 from qwen3_asgi.engine.outbox import Outbox, ThreadOutbox
 from qwen3_asgi.engine.output import Collector, GenerationOutput
-from qwen3_asgi.engine.portal import in_event_loop, wait_future
+from qwen3_asgi.engine.portal import check_thread, wait_future
 from qwen3_asgi.engine.process import (
     follow_forks,
     next_label,
@@ -260,8 +260,7 @@ class Engine(AdapterMethods):
         Raises:
             RuntimeError: called on an event loop, which it would block.
         """
-        if in_event_loop():
-            raise RuntimeError("this would block the event loop; await the async method instead")
+        check_thread()
         ask = Ask(**asked)
         arrival = time.monotonic()
         check_choices(ask.sampling_params.n, self.config)

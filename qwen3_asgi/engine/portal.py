@@ -103,6 +103,15 @@ def in_event_loop() -> bool:
     return _running_loop() is not None
 
 
+def check_thread() -> None:
+    """
+    Raises:
+        RuntimeError: called on an event loop, which whoever asks would block.
+    """
+    if in_event_loop():
+        raise RuntimeError("this would block the event loop; await the async method instead")
+
+
 def _running_loop() -> object | None:
     """asyncio's loop or trio's token, as `anyio.lowlevel.current_token` but at a tenth of the cost,
     and in bare asyncio callbacks, too."""

@@ -131,10 +131,7 @@ class Admission:
         state = (request, pool.version, running)
         if state == self._blocked:
             return False
-        size = pool.block_size
-        full = (len(request.token_ids) - 1) // size
-        extend_digests(request.digests, request.cache_root, request.token_ids, size, full)
-        blocks = pool.match(request.token_ids, request.digests, request.cache_root)
+        blocks = match_prefix(request, pool)
         missing = pool.blocks_for(len(request.token_ids) + 1) - len(blocks)
         # One block of headroom for each that runs: without it the newcomer would be preempted again
         # by their growth at once, and the pool would be recomputed forever.
@@ -142,7 +139,7 @@ class Admission:
             pool.release(blocks)
             self._blocked = (request, pool.version, running)
             return False
-        take(request, blocks, len(blocks) * size, pool)
+        take(request, blocks, len(blocks) * pool.block_size, pool)
         extend(request, missing, pool)
         return True
 
@@ -152,6 +149,14 @@ class Admission:
             (r for state in (State.ACTIVE, State.PREFILLING) for r in self._queues[state]),
             key=_precedence,
         )
+
+
+def match_prefix(request: Request, pool: BlockPool) -> list[int]:
+    """Acquire the cached blocks that the request can begin with; hashes what is not hashed yet."""
+    size = pool.block_size
+    full = (len(request.token_ids) - 1) // size
+    extend_digests(request.digests, request.cache_root, request.token_ids, size, full)
+    return pool.match(request.token_ids, request.digests, request.cache_root)
 
 
 def take(request: Request, blocks: list[int], num_computed: int, pool: BlockPool) -> None:

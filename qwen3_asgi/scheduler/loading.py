@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qwen3_asgi.scheduler.admission import match_prefix
 from qwen3_asgi.scheduler.blocks import BlockPool, CachedBlock
-from qwen3_asgi.scheduler.prefix import extend_digests
 from qwen3_asgi.scheduler.request import Request, State
 
 if TYPE_CHECKING:
@@ -84,10 +84,9 @@ class Loading:
         """
         if request.offered_to_tiers:
             return False
-        size, pool = self._pool.block_size, self._pool
-        count = (len(request.token_ids) - 1) // size
-        extend_digests(request.digests, request.cache_root, request.token_ids, size, count)
-        held = pool.match(request.token_ids, request.digests, request.cache_root)
+        pool = self._pool
+        count = (len(request.token_ids) - 1) // pool.block_size
+        held = match_prefix(request, pool)
         places, contents = self._found(request, len(held), count)
         room = pool.available - self._queues.num_running
         if not places or len(places) > room:
