@@ -83,7 +83,7 @@ def _commands(reason: str, example: str) -> str:
 
 def _text(seen: Seen, limit: Limit | None) -> str:
     if limit is not None:
-        return f"**{seen.outcome}**"
+        return f"**{limit.outcome}**"
     milliseconds = "" if seen.milliseconds is None else f", {seen.milliseconds:.1f} ms"
     match seen.outcome:
         case outcome if outcome == STOPPED:
