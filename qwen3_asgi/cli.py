@@ -100,6 +100,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", default=None)
     parser.add_argument("--overlap", action="store_true", help="run long prefills beside decode")
     parser.add_argument(
+        "--pipelined",
+        action="store_true",
+        help="with --overlap: launch a decode step before the last one's tokens are known",
+    )
+    parser.add_argument(
         "--host-kv-gib", type=float, default=0.0, help="host memory for evicted KV blocks"
     )
     parser.add_argument("--kv-file", default=None, help="a file for what leaves host memory")
@@ -119,6 +124,7 @@ def _engine(arguments: argparse.Namespace) -> Engine:
         num_threads=arguments.num_threads,
         served_model_name=arguments.served_model_name,
         overlap=arguments.overlap,
+        pipelined=arguments.pipelined,
         host_kv_gib=arguments.host_kv_gib,
         kv_file=arguments.kv_file,
         kv_file_gib=arguments.kv_file_gib,

@@ -35,7 +35,9 @@ class EngineConfig:
     `host_kv_gib` of host memory (0: none) take KV blocks that are evicted from the device, and
     behind it a file of `kv_file_gib`, if `kv_file` names one, which survives a restart.
     With `overlap`, prompts are computed beside decode steps, on a thread of their own, so that they
-    hold up nobody's tokens; on a CPU both share its cores.
+    hold up nobody's tokens; on a CPU both share its cores. With `pipelined`, too, a decode step is
+    launched before the tokens of the last one are known. The device never waits for the host then,
+    at the price of a row for nothing when a request ends in a way that could not be foreseen.
     `max_adapters` is the most LoRA adapters at a time.
     `max_queue` bounds the requests that wait beyond a full batch, `max_queue_tokens` the prompt
     tokens that are not computed yet (None: no bound); more of them is `EngineOverloaded`. `max_n`
@@ -64,6 +66,7 @@ class EngineConfig:
     step_warn_seconds: float | None = 30.0
     prefix_cache: bool = True
     overlap: bool = False
+    pipelined: bool = False
     num_threads: int | None = None
     served_model_name: str | None = None
     generation_config: Literal["auto", "openai"] = "auto"
@@ -108,6 +111,8 @@ class EngineConfig:
             raise ValueError("kv_file must be a path or None")
         if not self.prefix_cache and (self.host_kv_gib or self.kv_file is not None):
             raise ValueError("host_kv_gib and kv_file are of no use without prefix_cache")
+        if self.pipelined and not self.overlap:
+            raise ValueError("pipelined needs overlap")
         if self.trace_iterations < 0:
             raise ValueError(f"trace_iterations must be at least 0, got {self.trace_iterations}")
         if self.cold_start not in ("wait", "refuse"):

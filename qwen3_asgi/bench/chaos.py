@@ -71,6 +71,7 @@ class ChaosOptions:
     fail_every: int = 200
     prompts: int = 24
     overlap: bool = False
+    pipelined: bool = False
     seed: int = 0
 
 
@@ -117,6 +118,7 @@ def table(report: ChaosReport) -> str:
     rows = [
         ("ran", f"{report.seconds:.0f} s, {options.clients} clients, {options.model}"),
         ("overlap", "yes" if options.overlap else "no"),
+        ("pipelined decode", "yes" if options.pipelined else "no"),
         ("requests", f"{report.submitted}, one end each: {_words(report.ends)}"),
         ("answered as undisturbed", f"{totals['right']}"),
         ("left by their client", f"{totals['left']}"),
@@ -171,7 +173,13 @@ def run_chaos(options: ChaosOptions) -> ChaosReport:
 
 
 def _run(options: ChaosOptions, jobs: Jobs, folder: Path, report: ChaosReport) -> None:
-    world = World(options.model, folder, fail_every=options.fail_every, overlap=options.overlap)
+    world = World(
+        options.model,
+        folder,
+        fail_every=options.fail_every,
+        overlap=options.overlap,
+        pipelined=options.pipelined,
+    )
     engine = world.engine
     registry = CollectorRegistry()
     engine.metrics(registry)

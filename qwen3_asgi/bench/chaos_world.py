@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from qwen3_asgi.engine.output import GenerationOutput
     from qwen3_asgi.scheduler.events import Event
     from qwen3_asgi.scheduler.executor import ModelExecutor
-    from qwen3_asgi.scheduler.plan import StepPlan, StepResult
+    from qwen3_asgi.scheduler.plan import RunningStep, StepPlan, StepResult
 
 BLOCK_SIZE = 16
 # Far less than a full batch of the longest prompts needs, so that some are preempted.
@@ -167,7 +167,7 @@ class FaultyExecutor:
         self._trim = trim
         self._lock = threading.Lock()  # with overlap there are two steps at a time
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def step(self, plan: StepPlan) -> StepResult | RunningStep:
         with self._lock:
             self.steps += 1
             fails = self.steps % self._fail_every == 0
@@ -236,6 +236,7 @@ class World:
         *,
         fail_every: int = 0,
         overlap: bool = False,
+        pipelined: bool = False,
     ) -> None:
         self.executor: FaultyExecutor | None = None
         self.adapter_paths = {name: adapter_folder / name for name in ADAPTERS}
@@ -251,6 +252,7 @@ class World:
             max_prefill_tokens=64,
             max_batch=MAX_BATCH,
             overlap=overlap,
+            pipelined=pipelined,
             host_kv_gib=0.0 if calm or model == "fake" else HOST_KV_GIB,
             max_failures=3,  # one failure never follows another
         )

@@ -72,6 +72,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     chaos.add_argument("--fail-every", type=int, default=200, metavar="STEPS")
     chaos.add_argument("--prompts", type=int, default=24, help="different prompts")
     chaos.add_argument("--overlap", action="store_true", help="prefill beside decode")
+    chaos.add_argument("--pipelined", action="store_true", help="and decode ahead")
     chaos.add_argument("--seed", type=int, default=0)
     chaos.set_defaults(run=_chaos)
 
@@ -216,6 +217,7 @@ def _chaos(arguments: argparse.Namespace) -> int:
             fail_every=arguments.fail_every,
             prompts=arguments.prompts,
             overlap=arguments.overlap,
+            pipelined=arguments.pipelined,
             seed=arguments.seed,
         )
     )

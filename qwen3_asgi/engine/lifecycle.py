@@ -323,6 +323,7 @@ class Lifecycle:
             max_prefill_tokens=self._config.max_prefill_tokens,
             prefix_cache=self._config.prefix_cache,
             overlap=self._config.overlap,
+            pipelined=self._config.pipelined,
             max_failures=self._config.max_failures,
             observer=Observers.of(self._metrics, self.trace, spans),
             trace=None if self.trace is None else self.trace.phase,

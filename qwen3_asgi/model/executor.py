@@ -18,6 +18,7 @@ from qwen3_asgi.model.qwen3 import Qwen3
 from qwen3_asgi.model.sampler import RowError, Sampler
 from qwen3_asgi.model.tiers import open_tiers
 from qwen3_asgi.model.weights import EMBEDDING, load_weights
+from qwen3_asgi.scheduler.pending import PendingTokens
 from qwen3_asgi.scheduler.plan import SampledToken, StepResult
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class TorchExecutor:
         self._sampler = sampler
         self._tiers = tiers
         self._adapters: dict[str, Adapter] = {}
+        self._pending = PendingTokens()
         self._block_size = pool.block_size
         self._num_kv_blocks = pool.num_blocks
         self._max_context_tokens = max_context_tokens
@@ -108,10 +110,18 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult:
-        batch, hidden, model = self._forward(plan.rows)
+        if plan.kind == "prefill":
+            return self._run(plan.rows)
+        rows, missing = self._pending.settle(plan)
+        result = self._run(rows) if rows else StepResult({})
+        self._pending.note(plan, result)
+        return StepResult(result.tokens, {**result.errors, **missing}) if missing else result
+
+    def _run(self, rows: Sequence[Row]) -> StepResult:
+        batch, hidden, model = self._forward(rows)
         sampled = [
             (row.request_id, last, row.sample)
-            for row, last in zip(plan.rows, batch.last_rows, strict=True)
+            for row, last in zip(rows, batch.last_rows, strict=True)
             if row.sample is not None
         ]
         if not sampled:

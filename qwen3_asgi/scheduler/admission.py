@@ -89,29 +89,31 @@ class Admission:
         prefill_tokens = sum(
             request.remaining_tokens for request in queues[State.PREFILLING] if not request.riding
         )
-        while len(deferred) and queues.num_running < limits.max_batch:
-            request = next(iter(deferred))
-            if must_wait_for_parent(request):
-                aside.append(request)
-                deferred.discard(request)
-                continue
-            if can_ride(request):
-                ride(request, queues)
+        try:
+            while len(deferred) and queues.num_running < limits.max_batch:
+                request = next(iter(deferred))
+                if must_wait_for_parent(request):
+                    aside.append(request)
+                    deferred.discard(request)
+                    continue
+                if can_ride(request):
+                    ride(request, queues)
+                    self._number(request)
+                    admitted.append(request)
+                    continue
+                if prefill_tokens >= limits.max_prefill_tokens:
+                    break
+                if self._offer is not None and self._offer(request):
+                    continue
+                if not self._reserve_prompt(request):
+                    break
+                queues.put(request, State.PREFILLING)
                 self._number(request)
+                prefill_tokens += request.remaining_tokens
                 admitted.append(request)
-                continue
-            if prefill_tokens >= limits.max_prefill_tokens:
-                break
-            if self._offer is not None and self._offer(request):
-                continue
-            if not self._reserve_prompt(request):
-                break
-            queues.put(request, State.PREFILLING)
-            self._number(request)
-            prefill_tokens += request.remaining_tokens
-            admitted.append(request)
-        for request in reversed(aside):
-            deferred.add(request, front=True)
+        finally:  # also when the tiers end the loop: whoever is in no queue would get no end
+            for request in reversed(aside):
+                deferred.add(request, front=True)
         return admitted
 
     def _number(self, request: Request) -> None:

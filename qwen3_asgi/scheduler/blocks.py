@@ -1,8 +1,8 @@
 """KV block bookkeeping in plain ints: who holds which block, and which full blocks can be shared.
 
 A block is free, held (reference count >= 1), cached (full, count 0, still findable by its content
-and evicted least recently used first), or parked (nobody's, but a copy still writes to it). The
-tensors behind the ids live in `model/`.
+and evicted least recently used first), or parked (nobody's, but a copy still writes to it, or a
+step still uses it). The tensors behind the ids live in `model/`.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class BlockPool:
         self._by_digest: dict[bytes, int] = {}
         self._unreferenced: OrderedDict[int, None] = OrderedDict()
         self._parked: set[int] = set()
+        # How many steps use a block on behalf of requests that have ended.
+        self._lingering: dict[int, int] = {}
 
     @property
     def available(self) -> int:
@@ -154,7 +156,9 @@ class BlockPool:
             references[block] = count
             if count:
                 continue
-            if block in cached:
+            if block in self._lingering:
+                self._parked.add(block)
+            elif block in cached:
                 self._unreferenced[block] = None
             else:
                 self._free.add(block)
@@ -180,8 +184,32 @@ class BlockPool:
         for block in blocks:
             self._references[block] = 1
 
+    def linger(self, blocks: Sequence[int]) -> None:
+        """Held blocks are about to be released while a step uses them: not before `settle`.
+
+        What is cached among them can still be shared meanwhile.
+        """
+        for block in blocks:
+            self._lingering[block] = self._lingering.get(block, 0) + 1
+
+    def settle(self, blocks: Sequence[int]) -> None:
+        """The step has landed: what nobody holds any more can be given away."""
+        self.version += 1
+        for block in reversed(blocks):
+            count = self._lingering.pop(block) - 1
+            if count:
+                self._lingering[block] = count
+            elif block in self._parked:
+                self._parked.remove(block)
+                if block in self._cached:
+                    self._unreferenced[block] = None
+                else:
+                    self._free.add(block)
+
     def clear_cache(self) -> None:
         """Forget every unreferenced prefix, for good."""
+        for block in self._parked & self._cached.keys():
+            self._forget(block)
         on_evict, self._on_evict = self._on_evict, None
         self._evict(len(self._unreferenced))
         self._on_evict = on_evict
@@ -208,6 +236,8 @@ class BlockPool:
         ]
         if sum(map(len, states)) != self.num_blocks or len(set().union(*states)) != self.num_blocks:
             raise RuntimeError("a KV block is in no state, or in two")
+        if not all(held[b] or b in self._parked for b in self._lingering):
+            raise RuntimeError("a KV block that a step still uses was given away")
         if len(free) != len(self._free):
             raise RuntimeError("the free runs disagree with their count")
         for digest, block in self._by_digest.items():
@@ -216,7 +246,10 @@ class BlockPool:
 
     def _acquire(self, block: int) -> None:
         if self._references[block] == 0:
-            del self._unreferenced[block]
+            if block in self._parked:
+                self._parked.remove(block)
+            else:
+                del self._unreferenced[block]
         self._references[block] += 1
 
     def _evict(self, count: int) -> None:

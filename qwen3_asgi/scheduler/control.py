@@ -113,7 +113,7 @@ class Controls:
         """
         held = self._queues[State.POST_CONTROL_DEFERRED]
         if control.adapter is None:
-            used = len(self._queues) > len(held)
+            used = len(self._queues) + self._queues.num_lingering > len(held)
         else:
             used = self._queues.users_of(control.adapter) > 0
         return used or any(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qwen3_asgi.errors import GenerationFailed
 from qwen3_asgi.scheduler.events import Event, Finish, FinishReason
-from qwen3_asgi.scheduler.plan import Row, SampleSpec
+from qwen3_asgi.scheduler.plan import PENDING, Row, SampleSpec
 from qwen3_asgi.scheduler.prefix import extend_digests
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def apply_decoded(
     The one loop of the scheduler that runs for every token, so it does little and makes nothing but
     the event: `Event(…)` would cost as much as all the rest. Tokens that may end their request, and
     requests that got none, are returned for a closer look. `growing` gets those who need a block
-    before their next step; `intervals` counts the seconds since the token before.
+    before their next step; `intervals` counts the seconds since the token before. Of those for whom
+    a step was launched ahead, `row` is that step's, and is left alone.
     """
     odd: list[tuple[Request, SampledToken | None]] = []
     get, emit = tokens.get, events.append
@@ -52,9 +53,11 @@ def apply_decoded(
         ids = request.token_ids
         ids.append(token_id)
         length = len(ids)
-        row.start = request.num_computed = length - 1
-        row.token_ids[0] = token_id
-        row.sample.position += 1
+        computed = request.num_computed = length - 1
+        if row.start != computed:
+            row.start = computed
+            row.token_ids[0] = token_id
+            row.sample.position += 1
         if length > request.commit_at:
             commit_full(request, pool)
         if length > request.capacity:
@@ -107,8 +110,21 @@ def begin_decoding(request: Request) -> None:
     )
 
 
-def sample_spec(request: Request) -> SampleSpec:
-    position = request.num_output_tokens
+def row_ahead(request: Request) -> Row:
+    """The row of the step after the one that runs; the token between them is not known yet."""
+    return Row(
+        request_id=request.id,
+        kind="decode",
+        token_ids=[PENDING],
+        start=len(request.token_ids),
+        block_table=request.blocks,
+        sample=sample_spec(request, ahead=1),
+        adapter=request.adapter,
+    )
+
+
+def sample_spec(request: Request, *, ahead: int = 0) -> SampleSpec:
+    position = request.num_output_tokens + ahead
     banned: tuple[int, ...] = ()
     if position < request.min_tokens:
         banned = tuple(sorted(request.end_token_ids))

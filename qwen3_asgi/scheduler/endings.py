@@ -52,11 +52,11 @@ class Endings:
     def fail(self, request: Request, error: Exception) -> None:
         """End a request whose step failed."""
         # What a failed step wrote is not to be trusted, so it must not serve anybody's prefix.
-        self._pool.discard(request.blocks)
-        request.blocks = []
-        self.end(request, finish(request, "error", error=error))
+        self.end(request, finish(request, "error", error=error), discard=True)
 
-    def end(self, request: Request, end: Finish, event: Event | None = None) -> None:
+    def end(
+        self, request: Request, end: Finish, event: Event | None = None, *, discard: bool = False
+    ) -> None:
         if request.finished:
             return
         request.finished = True
@@ -64,16 +64,40 @@ class Endings:
         if request.forks:
             stop_riders(request, self._queues)
         self._queues.remove(request)
+        if request.flying:
+            self._linger(request)
         try:
-            if request.admitted:
-                self._executor.drop_request(request.id)
-        except Exception:
-            logger.exception("dropping request %s failed in the executor", request.id)
+            if request.admitted and not request.flying:
+                self._drop(request)
         finally:  # also when the executor ends the loop: nobody else knows this request any more
             if request.load is not None and self._loading is not None:
                 self._loading.abandon(request)
-            if request.blocks:
+            if discard:
+                self._pool.discard(request.blocks)
+                request.blocks = []
+            elif request.blocks:
                 give_back(request, self._pool)
             self.events.append(event or _new(Event, (request.id, None, end)))
             self.num_finished += 1
         self._observer.on_finish(request, end)
+
+    def let_go(self, request: Request) -> None:
+        """The last step that carried a request has landed, after its end."""
+        self._pool.settle(request.lingering)
+        request.lingering = []
+        self._queues.settle(request)
+        self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        try:
+            self._executor.drop_request(request.id)
+        except Exception:
+            logger.exception("dropping request %s failed in the executor", request.id)
+
+    def _linger(self, request: Request) -> None:
+        """It ends while a step that was launched ahead carries it: what that one uses stays."""
+        if request.row is not None:
+            request.row.dropped = True
+        request.lingering = request.blocks
+        self._pool.linger(request.blocks)
+        self._queues.linger(request)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from qwen3_asgi.scheduler.blocks import CachedBlock
-    from qwen3_asgi.scheduler.plan import RequestId, StepPlan, StepResult
+    from qwen3_asgi.scheduler.plan import RequestId, RunningStep, StepPlan, StepResult
 
 
 class Place(NamedTuple):
@@ -100,11 +100,15 @@ class ModelExecutor(Protocol):
         """Remember whom to call, on any thread, when a copy has landed. It never blocks."""
         ...
 
-    def step(self, plan: StepPlan) -> StepResult:
-        """Forward every row and sample where asked. Blocks until the result is known.
+    def step(self, plan: StepPlan) -> StepResult | RunningStep:
+        """Forward every row and sample where asked.
+
+        Returns the result when it is known, or at once a step that is still running: what follows
+        on the same thread is queued behind it on the device.
 
         With overlap there are two calls at a time, on a thread for decode steps and on one for
         prefill steps; they never write the same blocks, nor does one read what the other writes.
+        With pipelined decode, rows may have `PENDING` tokens, and may be `dropped`.
 
         Raises:
             Exception: anything raised fails the requests of this plan, and only these; `EngineDead`

@@ -63,6 +63,7 @@ class Scheduler:
         max_prefill_tokens: most prompt tokens in one step.
         prefix_cache: share full blocks between equal prefixes.
         overlap: run prefill beside decode, on threads; given `Lanes` instead of true, on those.
+        pipelined: with `overlap`, launch a decode step before the tokens of the last are known.
         max_failures: so many failed steps in a row end the loop.
         observer: takes measurements.
         clock: monotonic seconds.
@@ -78,6 +79,7 @@ class Scheduler:
         max_prefill_tokens: int = 512,
         prefix_cache: bool = True,
         overlap: bool | Lanes = False,
+        pipelined: bool = False,
         max_failures: int = 8,
         observer: SchedulerObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -145,7 +147,8 @@ class Scheduler:
             self._observer,
             clock,
             max_failures,
-            before_write=_nothing if index is None else index.flush,
+            before_write=(lambda: None) if index is None else index.flush,
+            pipelined=pipelined,
         )
         if tiers is not None:
             executor.on_landed(self._inbox.wake)
@@ -393,7 +396,3 @@ class Scheduler:
 
 def _gone() -> EngineDead:
     return EngineDead("the scheduler has ended")
-
-
-def _nothing() -> None:
-    pass

@@ -8,7 +8,7 @@ blocks hold the sequence; the executor knows nothing else about a request.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, NewType
+from typing import TYPE_CHECKING, Literal, NamedTuple, NewType, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 RequestId = NewType("RequestId", str)
 BlockId = NewType("BlockId", int)
 RowKind = Literal["prefill", "decode"]
+
+# In place of a decode row's token: what the step `StepPlan.behind` samples for this request.
+PENDING = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,9 @@ class Row:
     `start + T` positions. `sample` is None for a prefill chunk that is not the prompt's last.
     `adapter` is the LoRA adapter's name, None for the base model.
 
+    With pipelined decode the token of a decode row may be `PENDING`, see `pending.PendingTokens`.
+    `dropped` is set, at any time, when the request has gone: skip the row if it has not begun.
+
     Valid until the step has landed: the scheduler then writes the request's next row into it.
     """
 
@@ -68,14 +74,19 @@ class Row:
     block_table: list[int]
     sample: SampleSpec | None
     adapter: str | None = None
+    dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: decode rows first, then prefill chunks. Each request has at most one row."""
+    """One step: decode rows first, then prefill chunks. Each request has at most one row.
+
+    `behind` is the step that runs while this one is launched, if it waits for tokens of that one.
+    """
 
     step: int
     rows: tuple[Row, ...]
+    behind: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -104,7 +115,20 @@ class StepResult:
     """`tokens` has one entry per row with a `SampleSpec`, unless `errors` has one for that row.
 
     A row named in `errors` (say, NaN logits) ends with that message; the others are unharmed.
+    Rows that were `dropped` have neither.
     """
 
     tokens: Mapping[RequestId, SampledToken]
     errors: Mapping[RequestId, str] = field(default_factory=dict)
+
+
+class RunningStep(Protocol):
+    """A step that the device has begun; the next one can be begun before its tokens are read."""
+
+    def result(self) -> StepResult:
+        """Wait for it. Called once, on any thread.
+
+        Raises:
+            Exception: as `ModelExecutor.step` does.
+        """
+        ...

@@ -68,6 +68,8 @@ class QueueTable:
         self._live: dict[RequestId, Request] = {}
         # Live requests by adapter; those that wait for a control command are not counted.
         self._users: Counter[str | None] = Counter()
+        # Those that have ended while a step carries them.
+        self.num_lingering = 0
         self.waiting_tokens = 0
 
     def __len__(self) -> int:
@@ -110,8 +112,17 @@ class QueueTable:
         del self._live[request.id]
         request.state = None
 
+    def linger(self, request: Request) -> None:
+        """It was removed while a step carries it: that step still needs its adapter."""
+        self._users[request.adapter] += 1
+        self.num_lingering += 1
+
+    def settle(self, request: Request) -> None:
+        self._users[request.adapter] -= 1
+        self.num_lingering -= 1
+
     def users_of(self, adapter: str) -> int:
-        """Live requests that use an adapter, without those held back in `post_control_deferred`."""
+        """Requests that use an adapter, without those held back in `post_control_deferred`."""
         return self._users[adapter]
 
     @property

@@ -93,10 +93,13 @@ class Request:
         "eos_token_ids",
         "finished",
         "first_token_at",
+        "flying",
         "fork_of",
         "forks",
         "id",
         "last_token_at",
+        "leaving",
+        "lingering",
         "load",
         "load_began_at",
         "load_ended_at",
@@ -175,7 +178,10 @@ class Request:
         self.cache_root = b""
         self.digests: list[bytes] = []  # addresses of the first full blocks; tokens never change
         self.cached_tokens = 0
-        self.row: Row | None = None
+        self.row: Row | None = None  # of the newest step that carries it, or of the next one
+        self.flying = 0  # launched steps that carry it and have not landed
+        self.leaving = False  # it was cancelled in flight: nothing more is launched for it
+        self.lingering: list[int] = []  # blocks that a step still reads though it has ended
         self.load: Load | None = None
         self.swept: Cancelled | None = None  # the cancel that ended it
         self.loaded_tokens = 0  # whose KV was copied in before its first admission

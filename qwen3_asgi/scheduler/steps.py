@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 from qwen3_asgi.errors import EngineDead, GenerationFailed
@@ -14,8 +15,9 @@ from qwen3_asgi.scheduler.effects import (
 )
 from qwen3_asgi.scheduler.events import Event
 from qwen3_asgi.scheduler.forks import fork_riders
+from qwen3_asgi.scheduler.lanes import LANES
 from qwen3_asgi.scheduler.plan import Row, SampledToken, StepPlan, StepResult
-from qwen3_asgi.scheduler.planner import decoding, prefill_rows
+from qwen3_asgi.scheduler.planner import ahead_of, decoding, prefill_rows
 from qwen3_asgi.scheduler.request import Limits, Request, State
 
 if TYPE_CHECKING:
@@ -38,13 +40,17 @@ class Step:
     __slots__ = ("begun", "decoding", "plan", "prefilling")
 
     def __init__(
-        self, number: int, decoding: list[Request], prefilling: list[tuple[Request, Row]]
+        self,
+        number: int,
+        decoding: list[Request],
+        prefilling: list[tuple[Request, Row]],
+        behind: int | None = None,
     ) -> None:
         self.decoding = decoding
         self.prefilling = prefilling
         rows = [request.row for request in decoding if request.row is not None]
         rows += [row for _, row in prefilling]
-        self.plan = StepPlan(number, tuple(rows))
+        self.plan = StepPlan(number, tuple(rows), behind)
         self.begun = 0.0
 
     def requests(self) -> list[Request]:
@@ -70,6 +76,8 @@ class Steps:
         clock: Callable[[], float],
         max_failures: int,
         before_write: Callable[[], None],
+        *,
+        pipelined: bool = False,
     ) -> None:
         self.number = 0
         self._executor = executor
@@ -84,7 +92,9 @@ class Steps:
         self._max_failures = max_failures
         self._before_write = before_write
         self._failures = 0
-        self._flying: dict[Lane, Step] = {}
+        self._pipelined = pipelined
+        # Oldest first; the decode lane has two with pipelined decode, every other at most one.
+        self._flying: dict[Lane, deque[Step]] = {lane: deque() for lane in LANES}
         self._landed: list[Landed] = []
         # The step that runs on this thread.
         self._running: Step | None = None
@@ -93,8 +103,8 @@ class Steps:
     def running_since(self) -> float | None:
         """When the oldest of the running steps was begun; for a watchdog, from any thread."""
         running = self._running
-        # `values` is copied in one step: the scheduler thread launches and lands meanwhile.
-        begun = [step.begun for step in [*self._flying.values()]]
+        # Copied in one step: the scheduler thread launches and lands meanwhile.
+        begun = [step.begun for steps in self._flying.values() for step in tuple(steps)]
         if running is not None:
             begun.append(running.begun)
         return min(begun, default=None)
@@ -102,7 +112,7 @@ class Steps:
     @property
     def flying(self) -> bool:
         """Whether a launched step has not landed yet."""
-        return bool(self._flying)
+        return any(self._flying.values())
 
     def plan(self) -> list[tuple[Lane, Step]]:
         """What can be run now: one step of everything, or with lanes one for each free lane."""
@@ -112,18 +122,28 @@ class Steps:
         budget = self._limits.max_prefill_tokens
         planned: list[tuple[Lane, Step]] = []
 
-        def add(lane: Lane, decode: list[Request], prefill: list[tuple[Request, Row]]) -> None:
+        def add(
+            lane: Lane,
+            decode: list[Request],
+            prefill: list[tuple[Request, Row]],
+            behind: int | None = None,
+        ) -> None:
             if decode or prefill:
                 self.number += 1
-                planned.append((lane, Step(self.number, decode, prefill)))
+                planned.append((lane, Step(self.number, decode, prefill, behind)))
 
         growing = self._admission.growing
         if self._lanes is None:
             add("decode", decoding(active, growing), prefill_rows(prefilling, budget))
             return planned
-        if "decode" not in self._flying:
+        running = self._flying["decode"]
+        if not running:
             add("decode", decoding(active, growing), [])
-        if "prefill" not in self._flying:
+        elif self._pipelined and len(running) == 1:
+            ahead = ahead_of(running[0].decoding, self._pool, growing)
+            behind = running[0].plan.step
+            add("decode", ahead + decoding(active, growing), [], behind)
+        if not self._flying["prefill"]:
             add("prefill", [], prefill_rows(prefilling, budget))
         return planned
 
@@ -138,9 +158,11 @@ class Steps:
             raise RuntimeError("there are no lanes")
         self._before_write()
         for request in step.requests():
-            self._queues.put(request, State.INFLIGHT)
+            request.flying += 1
+            if request.flying == 1:
+                self._queues.put(request, State.INFLIGHT)
         step.begun = self._clock()
-        self._flying[lane] = step
+        self._flying[lane].append(step)
         self._lanes.launch(lane, step.plan)
 
     def execute(self, step: Step) -> StepResult | Exception:
@@ -149,7 +171,8 @@ class Steps:
         begin = step.begun = self._clock()
         self._running = step
         try:
-            return self._executor.step(step.plan)
+            result = self._executor.step(step.plan)
+            return result if isinstance(result, StepResult) else result.result()
         except Exception as error:
             return error
         finally:
@@ -171,10 +194,13 @@ class Steps:
 
     def close(self) -> None:
         """Wait for what is running; its requests are ended by whoever closes."""
+        for steps in self._flying.values():
+            for ahead in list(steps)[1:]:
+                for row in ahead.plan.rows:
+                    row.dropped = True
         if self._lanes is not None:
             for landed in [*self._landed, *self._lanes.close()]:
-                step = self._flying.pop(landed.lane)
-                self._observer.on_step(step.plan, landed.seconds)
+                self._take_down(landed.lane, landed.seconds)
 
     def land(self, step: Step, result: StepResult | BaseException) -> None:
         """Apply a step's result to its requests.
@@ -195,9 +221,12 @@ class Steps:
         endings = self._endings
         first: list[tuple[Request, float]] = []
         intervals: dict[float, int] = {}
-        if step.decoding:
+        decoded = step.decoding
+        if self._pipelined:  # it was launched before their end was known
+            decoded = [request for request in decoded if not request.finished]
+        if decoded:
             odd = apply_decoded(
-                step.decoding,
+                decoded,
                 result.tokens,
                 now,
                 self._pool,
@@ -206,23 +235,37 @@ class Steps:
                 intervals,
             )
             for request, token in odd:
-                if token is None:
-                    self._no_token(request, result)
-                else:
+                if token is not None:
                     self._emit(request, token)
+                elif not request.leaving:  # otherwise it was dropped, and is swept now
+                    self._no_token(request, result)
         for request, row in step.prefilling:
             self._land_prefill(request, row, result, now, first, intervals)
         if first or intervals:
             self._observer.on_tokens(first, intervals)
 
     def _land_from(self, lane: Lane, result: StepResult | BaseException, seconds: float) -> None:
-        step = self._flying.pop(lane)
-        self._observer.on_step(step.plan, seconds)
+        step = self._take_down(lane, seconds)
         for request in step.decoding:
-            self._queues.put(request, State.ACTIVE)
+            # One that was cancelled is swept now, though a step that was launched ahead has it.
+            if not request.finished and (not request.flying or request.leaving):
+                self._queues.put(request, State.ACTIVE)
         for request, _ in reversed(step.prefilling):  # the first of them go on first
             self._queues.put(request, State.PREFILLING, front=True)
         self.land(step, result)
+
+    def _take_down(self, lane: Lane, seconds: float) -> Step:
+        """The oldest step of a lane has landed: let go of what it alone has kept."""
+        flying = self._flying[lane]
+        step = flying.popleft()
+        if flying:
+            flying[0].begun = self._clock()
+        self._observer.on_step(step.plan, seconds)
+        for request in step.requests():
+            request.flying -= 1
+            if request.finished and not request.flying:
+                self._endings.let_go(request)
+        return step
 
     def _land_prefill(
         self,

@@ -99,6 +99,8 @@ class Sweeper:
         begin = self._clock()
         sweep = collect(arrived, self.carried, self._queues)
         self.carried = sweep.carried
+        for request_id in sweep.carried:
+            self._leave(request_id)
         end, on_cancel = self._endings.end, self._observer.on_cancel
         for request, entry in sweep.due:
             state = request.state
@@ -113,6 +115,14 @@ class Sweeper:
             end(request, finish(request, "abort"))
         if sweep.due:
             self._observer.on_sweep(self._clock() - begin, len(sweep.due))
+
+    def _leave(self, request_id: RequestId) -> None:
+        """Nothing more is launched for it, and what was launched ahead need not be run."""
+        request = self._queues.get(request_id)
+        if request is not None:
+            request.leaving = True
+            if request.flying > 1 and request.row is not None:
+                request.row.dropped = True
 
     def _too_late(self) -> list[Cancelled]:
         if not self._deadlines:

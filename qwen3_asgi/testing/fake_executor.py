@@ -7,12 +7,20 @@ start was written to exactly the block the table names, by a row with the same t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
 
-from qwen3_asgi.scheduler.plan import RequestId, Row, SampledToken, StepPlan, StepResult
+from qwen3_asgi.scheduler.pending import PendingTokens
+from qwen3_asgi.scheduler.plan import (
+    RequestId,
+    Row,
+    RunningStep,
+    SampledToken,
+    StepPlan,
+    StepResult,
+)
 
 if TYPE_CHECKING:
     from qwen3_asgi.scheduler.executor import KVTiers
@@ -84,13 +92,25 @@ def _fold(value: int, token: int) -> int:
     return ((value ^ (token + 1)) * 1099511628211) % (1 << 64)
 
 
+class _LateStep:
+    """A step that runs when it is waited for."""
+
+    def __init__(self, executor: FakeExecutor, plan: StepPlan) -> None:
+        self._executor = executor
+        self._plan = plan
+
+    def result(self) -> StepResult:
+        return self._executor.run(self._plan)
+
+
 class FakeExecutor:
     """Implements `ModelExecutor`. Sizes as there; `vocab_size` bounds the tokens it makes.
 
     Set `before_step` to be called with each plan: it may raise (a failing step), block (a slow
     one), or cancel somebody (in flight). Set `on_drop` to be called inside each `drop_request`.
     `eos_after` maps a request id to the number of output tokens after which it yields `eos`.
-    `row_errors` maps one to the message with which its next row fails. `gate` holds steps.
+    `row_errors` maps one to the message with which its next row fails. `gate` holds steps. With
+    `late`, steps are still running when they are returned.
 
     `reply` decides what it says before `eos` ends it: it is asked once for each request, and what
     it raises ends the request. Without it, or if it returns None, tokens are deterministic nonsense
@@ -108,8 +128,10 @@ class FakeExecutor:
         reply: Reply | None = None,
         eos: int = 0,
         tiers: FakeTiers | None = None,
+        late: bool = False,
     ) -> None:
         self.gate = gate
+        self.late = late
         self.reply = reply
         self.eos = eos
         self._tiers = tiers
@@ -138,13 +160,19 @@ class FakeExecutor:
         self._first: dict[tuple[int, int], _Prefix] = {}
         # What a failed step leaves behind: no sequence at all.
         self._garbage = _Prefix(None, -1)
+        self._pending = PendingTokens()
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def step(self, plan: StepPlan) -> StepResult | RunningStep:
+        return _LateStep(self, plan) if self.late else self.run(plan)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """The whole step, now."""
         with self._lock:
             self.plans += 1
             if self._tiers is not None:
                 self._tiers.before_step()
-            for row in plan.rows:
+            rows, missing = self._pending.settle(plan)
+            for row in rows:
                 self.rows.append(
                     RowCall(
                         plan.step,
@@ -162,16 +190,19 @@ class FakeExecutor:
                 self.before_step(plan)
         except Exception:
             with self._lock:
-                for row in plan.rows:
+                for row in rows:
                     self._spoil(row)
             raise
         with self._lock:
-            return self._run(plan)
+            result = self._run(rows, missing)
+            if any(row.kind == "decode" for row in rows):
+                self._pending.note(plan, result)
+            return result
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, rows: Sequence[Row], missing: Mapping[RequestId, str]) -> StepResult:
         tokens: dict[RequestId, SampledToken] = {}
-        errors: dict[RequestId, str] = {}
-        for row in plan.rows:
+        errors = dict(missing)
+        for row in rows:
             prefix = self._forward(row)
             if row.request_id in self.row_errors:
                 self._spoil(row)

@@ -44,10 +44,10 @@ def chaos(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[
     "options",
     [
         pytest.param((), id="fake"),
-        pytest.param(("--overlap",), id="fake, overlap"),
+        pytest.param(("--overlap", "--pipelined"), id="fake, pipelined"),
         pytest.param(
-            ("--model", "tiny", "--overlap", "--prompts", "2"),
-            id="tiny, overlap",
+            ("--model", "tiny", "--overlap", "--pipelined", "--prompts", "2"),
+            id="tiny, pipelined",
             marks=[pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(300)],
         ),
     ],

@@ -6,7 +6,7 @@ Nothing here sleeps or starts a thread: tests say `submit`, `cancel`, `step`, an
 from __future__ import annotations
 
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qwen3_asgi.scheduler.control import load_adapter, unload_adapter
 from qwen3_asgi.scheduler.lanes import Landed, Lane
 from qwen3_asgi.scheduler.loop import Scheduler
+from qwen3_asgi.scheduler.plan import StepResult
 from qwen3_asgi.scheduler.request import Request, State
 from qwen3_asgi.testing.fake_executor import FakeExecutor, generate
 from qwen3_asgi.testing.fake_tiers import FakeTiers
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from qwen3_asgi.scheduler.events import Event, Finish
     from qwen3_asgi.scheduler.load import LoadSnapshot
-    from qwen3_asgi.scheduler.plan import StepPlan, StepResult
+    from qwen3_asgi.scheduler.plan import StepPlan
 
 ACTIVE, PREFILLING, DEFERRED = ["a", "b"], ["p"], ["d", "e"]
 EVERYONE = [*ACTIVE, *PREFILLING, *DEFERRED]
@@ -90,30 +91,38 @@ class Record:
 class HandLanes:
     """`Lanes` whose steps run when the test lands them, as late as can be."""
 
-    def __init__(self, executor: FakeExecutor) -> None:
+    def __init__(self, executor: FakeExecutor, *, pipelined: bool) -> None:
+        self.pipelined = pipelined
         self._executor = executor
-        self.running: dict[Lane, StepPlan] = {}
+        # The steps of a lane, oldest first; a lane without any is not in it.
+        self.running: dict[Lane, deque[StepPlan]] = {}
         self._landed: list[Landed] = []
 
     def launch(self, lane: Lane, plan: StepPlan) -> None:
-        assert lane not in self.running, "the lane is taken"
-        self.running[lane] = plan
+        steps = self.running.setdefault(lane, deque())
+        assert len(steps) < (2 if lane == "decode" and self.pipelined else 1), "the lane is full"
+        steps.append(plan)
 
     def landed(self) -> list[Landed]:
         landed, self._landed = self._landed, []
         return landed
 
     def close(self) -> list[Landed]:
-        self.land(*self.running)
+        while self.running:
+            self.land(*self.running)
         return self.landed()
 
     def land(self, *lanes: Lane) -> None:
-        """Let these steps end; the next iteration finds out."""
+        """Let the oldest step of each of these end; the next iteration finds out."""
         for lane in lanes:
-            plan = self.running.pop(lane)
+            steps = self.running[lane]
+            plan = steps.popleft()
+            if not steps:
+                del self.running[lane]
             result: StepResult | Exception
             try:
-                result = self._executor.step(plan)
+                step = self._executor.step(plan)
+                result = step if isinstance(step, StepResult) else step.result()
             except Exception as error:
                 result = error
             self._landed.append(Landed(lane, plan, result, 0.0))
@@ -134,6 +143,7 @@ class Harness:
         host_slots: int = 0,
         file_slots: int = 0,
         overlap: bool = False,
+        pipelined: bool = False,
         **settings: Any,
     ) -> None:
         self.tiers = FakeTiers(host_slots=host_slots, file_slots=file_slots, by_hand=True)
@@ -143,9 +153,9 @@ class Harness:
             max_context_tokens=max_context_tokens,
             tiers=self.tiers if host_slots or file_slots else None,
         )
-        self.lanes = HandLanes(self.executor)
-        if overlap:
-            settings["overlap"] = self.lanes
+        self.lanes = HandLanes(self.executor, pipelined=pipelined)
+        if overlap or pipelined:
+            settings.update(overlap=self.lanes, pipelined=pipelined)
         self.record = Record()
         ticks = count()
         settings.setdefault("clock", lambda: float(next(ticks)))

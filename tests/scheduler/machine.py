@@ -51,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             host_slots=0 if self.simple else (0, 3, 8, 20)[digits.below(4)],
             file_slots=0 if self.simple else (0, 0, 6)[digits.below(3)],
             overlap=not self.simple and digits.below(2) == 0,
+            pipelined=not self.simple and digits.below(3) == 0,
             max_failures=10**9,
             sink=self.sink,
             trace=None,
@@ -128,11 +129,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
-        for _ in range(times):
+        for turn in range(times):
             self.iterate()
             if times % 2:
                 self.harness.tiers.land(self.harness.tiers.num_running // 2)
-            self.harness.lanes.land(*list(self.harness.lanes.running)[: times % 3])
+            self.harness.lanes.land(*list(self.harness.lanes.running)[: (times + turn) % 3])
 
     @rule(number=NUMBER)
     def trouble(self, number: int) -> None:
@@ -239,6 +240,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def before_step(self, plan: StepPlan) -> None:
         self._cancel_in_hook(self.cancel_in_step)
         for row in plan.rows:
+            if row.dropped:
+                continue
             if self.step_fails or row.request_id in self.executor.row_errors:
                 self.fates[row.request_id].failed = True
         if self.step_fails:
@@ -272,6 +275,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_events()
         self.check_snapshot(running, waiting)
         self.check_sharing(running)
+        self.check_steps_ahead(running + waiting)
 
     def check_rows(self, order: list[str]) -> None:
         """I1: nobody that was cancelled before this iteration was forwarded in it, or lives on."""
@@ -329,6 +333,25 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if block in seen:
                     assert end <= request.num_computed, "a shared block is written to"
                 assert seen.setdefault(block, content) == content, "two owners"
+
+    def check_steps_ahead(self, order: list[str]) -> None:
+        """I3: what a launched step uses for somebody who has ended, nobody writes to."""
+        size, requests = self.executor.block_size, self.harness.requests
+        used = {
+            block
+            for plans in self.harness.lanes.running.values()
+            for plan in plans
+            for row in plan.rows
+            if requests[row.request_id].finished
+            for block in row.block_table
+        }
+        if not used:
+            return
+        for name in order:
+            request = requests[name]
+            own = request.blocks[request.num_computed // size :]
+            loaded = [] if request.load is None else request.load.blocks
+            assert used.isdisjoint(own + loaded), "given away while a step uses it"
 
     def teardown(self) -> None:
         if not hasattr(self, "harness"):

@@ -10,7 +10,7 @@ import pytest
 
 from qwen3_asgi.errors import EngineDead, GenerationCancelled, GenerationFailed
 from qwen3_asgi.scheduler.plan import RequestId, StepPlan, StepResult
-from qwen3_asgi.scheduler.request import Request
+from qwen3_asgi.scheduler.request import Request, State
 from tests.scheduler.harness import Harness, Record
 
 if TYPE_CHECKING:
@@ -309,3 +309,26 @@ def test_an_executor_that_returns_something_else_fails_only_its_step() -> None:
     harness.submit("c", 5)
     harness.run()
     assert harness.tokens("c") == harness.expected("c", 4)
+
+
+def test_whoever_waits_for_its_parent_gets_an_end_when_the_tiers_end_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fork is out of its queue for as long as others are admitted past it."""
+    harness = Harness(num_kv_blocks=24, host_slots=16)
+    scheduler = harness.scheduler
+    loading = scheduler._loading
+    assert loading is not None
+    parent = harness.submit("parent", 30)
+    harness.submit("fork", 30, fork_of=parent)
+    harness.submit("other", 5)
+    scheduler._drain()
+    scheduler._queues.put(parent, State.LOADING)
+
+    def broken(request: Request) -> bool:
+        raise Broken("the copy thread is gone")
+
+    monkeypatch.setattr(scheduler._admission, "_offer", broken)
+    with pytest.raises(Broken):
+        scheduler.run()
+    assert {harness.end(name).reason for name in ("parent", "fork", "other")} == {"error"}

@@ -13,8 +13,9 @@ from qwen3_asgi.scheduler.blocks import BlockPool
 from qwen3_asgi.scheduler.effects import finish
 from qwen3_asgi.scheduler.events import Event
 from qwen3_asgi.scheduler.loop import Scheduler
+from qwen3_asgi.scheduler.plan import Row
 from qwen3_asgi.scheduler.prefix import extend_digests, root_digest
-from qwen3_asgi.scheduler.request import State
+from qwen3_asgi.scheduler.request import Request, State
 from qwen3_asgi.scheduler.steps import Steps
 from qwen3_asgi.scheduler.sweep import Sweeper, collect
 from qwen3_asgi.scheduler.tiers import Level
@@ -22,8 +23,7 @@ from tests.scheduler.machine import random_life
 from tests.scheduler.tier_life import tier_life
 
 if TYPE_CHECKING:
-    from qwen3_asgi.scheduler.plan import RequestId, Row, StepResult
-    from qwen3_asgi.scheduler.request import Request
+    from qwen3_asgi.scheduler.plan import RequestId, StepResult
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 NUM_LIVES = 300
@@ -80,6 +80,32 @@ def blocks_in_flight_are_released_at_once(patch: pytest.MonkeyPatch) -> None:
                 request.blocks = []
 
     patch.setattr(Sweeper, "sweep", eager)
+
+
+def blocks_of_a_step_ahead_are_released_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockPool, "linger", lambda self, blocks: None)
+    patch.setattr(BlockPool, "settle", lambda self, blocks: None)
+    # Otherwise the rows that would read them are never run.
+    patch.setattr(Row, "dropped", property(lambda row: False, lambda row, value: None))
+
+
+def steps_ahead_are_run_for_the_gone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Row, "dropped", property(lambda row: False, lambda row, value: None))
+
+
+def the_gone_are_launched_ahead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Request, "leaving", property(lambda request: False, lambda request, value: None))
+
+
+def ends_forget_the_step_ahead(patch: pytest.MonkeyPatch) -> None:
+    linger = endings.Endings._linger
+
+    def forget(self: endings.Endings, request: Request) -> None:
+        linger(self, request)
+        self._pool.settle(request.lingering)
+        request.lingering = []
+
+    patch.setattr(endings.Endings, "_linger", forget)
 
 
 def blocks_of_a_cancelled_load_are_released_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -197,6 +223,10 @@ MUTATIONS: list[Mutation] = [
     load_is_published_before_the_sweep,
     swept_blocks_are_not_released,
     blocks_in_flight_are_released_at_once,
+    blocks_of_a_step_ahead_are_released_at_once,
+    steps_ahead_are_run_for_the_gone,
+    the_gone_are_launched_ahead,
+    ends_forget_the_step_ahead,
     blocks_of_a_cancelled_load_are_released_at_once,
     slots_are_found_before_their_copy_has_landed,
     digests_are_trusted,
