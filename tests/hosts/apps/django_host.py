@@ -51,7 +51,7 @@ def build(stage: Stage, *, instrumented: bool = False) -> ASGIApp:
                 async for delta in engine.stream(prompt=asked["prompt"], params=params(asked)):
                     yield f"data: {len(delta.token_ids)}\n"
 
-        return StreamingHttpResponse(lines(), content_type="text/event-stream")
+        return StreamingHttpResponse(lines(), content_type="text/plain")
 
     urls = [path("generate", generate), path("sync", in_thread), path("stream", stream)]
     middleware = [

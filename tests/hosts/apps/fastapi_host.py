@@ -56,7 +56,7 @@ def build(stage: Stage) -> FastAPI:
                 async for delta in engine.stream(prompt=asked.prompt, params=asked.params):
                     yield f"data: {len(delta.token_ids)}\n"
 
-        return StreamingResponse(lines(), media_type="text/event-stream")
+        return StreamingResponse(lines(), media_type="text/plain")
 
     return app
 

@@ -49,7 +49,7 @@ def build(stage: Stage) -> ASGIApp:
                 async for delta in engine.stream(prompt=data["prompt"], params=params(data)):
                     yield f"data: {len(delta.token_ids)}\n"
 
-        return Stream(lines(), media_type="text/event-stream")
+        return Stream(lines(), media_type="text/plain")
 
     @websocket("/ws/stream")
     async def talk(socket: LitestarWebSocket[Any, Any, Any]) -> None:

@@ -48,7 +48,7 @@ def build(stage: Stage) -> ASGIApp:
                     output = await anyio.to_thread.run_sync(lambda: engine.generate_sync(**how))
                     count = len(output.token_ids)
                 case _:
-                    await start(send, b"text/event-stream")
+                    await start(send, b"text/plain")
                     async for delta in engine.stream(**how):
                         await say(send, f"data: {len(delta.token_ids)}\n", more=True)
                     await say(send, "")

@@ -57,7 +57,7 @@ def build(stage: Stage) -> ASGIApp:
                 async for delta in engine.stream(prompt=asked["prompt"], params=params(asked)):
                     yield f"data: {len(delta.token_ids)}\n"
 
-        return Response(lines(), content_type="text/event-stream")
+        return Response(lines(), content_type="text/plain")
 
     @quart.websocket("/ws/stream")
     async def talk() -> None:

@@ -61,8 +61,7 @@ def build(
                 async for delta in engine.stream(prompt=asked["prompt"], params=params(asked)):
                     yield f"data: {len(delta.token_ids)}\n"
 
-        # Of this type, since older GZip middleware holds back the text of any other.
-        return StreamingResponse(lines(), media_type="text/event-stream")
+        return StreamingResponse(lines(), media_type="text/plain")
 
     watch = [Middleware(DisconnectMiddleware)] if watched else []
     hiding = [
