@@ -98,6 +98,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-kv-blocks", type=int, default=None)
     parser.add_argument("--num-threads", type=int, default=None)
     parser.add_argument("--served-model-name", default=None)
+    parser.add_argument(
+        "--load-format",
+        default="auto",
+        choices=["auto", "dummy"],
+        help='dummy: random weights, for measuring; the model may be a shape, as "Qwen3-0.6B"',
+    )
     parser.add_argument("--overlap", action="store_true", help="run long prefills beside decode")
     parser.add_argument(
         "--pipelined",
@@ -123,6 +129,7 @@ def _engine(arguments: argparse.Namespace) -> Engine:
         num_kv_blocks=arguments.num_kv_blocks,
         num_threads=arguments.num_threads,
         served_model_name=arguments.served_model_name,
+        load_format=arguments.load_format,
         overlap=arguments.overlap,
         pipelined=arguments.pipelined,
         host_kv_gib=arguments.host_kv_gib,

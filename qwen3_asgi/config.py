@@ -13,6 +13,7 @@ from qwen3_asgi.errors import InvalidRequest
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 ColdStart = Literal["wait", "refuse"]
+LoadFormat = Literal["auto", "dummy"]
 
 MAX_LOGPROBS = 20
 # Far above `EngineConfig.max_n`, which says what an engine takes.
@@ -46,6 +47,8 @@ class EngineConfig:
     A step that takes more than `step_warn_seconds` (None: whatever it takes) is reported.
     `cold_start` is for requests that come while the model is being loaded: `"wait"` lets them wait,
     `"refuse"` answers with `EngineNotReady` all but the one that began the start.
+    `load_format="dummy"` makes random weights up instead of reading some, for measuring: of a
+    folder's `config.json`, or of a dense Qwen3 model by name (`"Qwen3-0.6B"`), with no download.
     `tracing` makes OpenTelemetry spans of requests, `trace_iterations` keeps a record of so many of
     the scheduler's last iterations (`Engine.trace`).
     """
@@ -74,6 +77,7 @@ class EngineConfig:
     kv_file: str | None = None
     kv_file_gib: float = 4.0
     cold_start: ColdStart = "wait"
+    load_format: LoadFormat = "auto"
     tracing: bool = False
     trace_iterations: int = 0
 
@@ -117,6 +121,11 @@ class EngineConfig:
             raise ValueError(f"trace_iterations must be at least 0, got {self.trace_iterations}")
         if self.cold_start not in ("wait", "refuse"):
             raise ValueError(f"cold_start must be 'wait' or 'refuse', got {self.cold_start!r}")
+        if self.load_format not in ("auto", "dummy"):
+            raise ValueError(f"load_format must be 'auto' or 'dummy', got {self.load_format!r}")
+        if self.load_format == "dummy" and self.kv_file is not None:
+            # Its blocks are worth something only to the weights they were computed with.
+            raise ValueError("kv_file is of no use with load_format='dummy'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qwen3_asgi.bench.speed_commands import add_speed_commands
+
 if TYPE_CHECKING:
     import argparse
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add every benchmark to `qwen3-asgi bench`; each sets `run`, which returns the exit status."""
     kinds = parser.add_subparsers(dest="bench", required=True)
+    add_speed_commands(kinds)
 
     storm = kinds.add_parser("storm", help="N clients hang up at once: how long until 0/0")
     storm.add_argument("url", nargs="?", help="base URL of a running server (with /load)")

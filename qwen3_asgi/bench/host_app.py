@@ -17,8 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 from starlette.applications import Starlette
@@ -45,13 +45,15 @@ FAKE_STEP_SECONDS = 0.01
 @dataclass(frozen=True, slots=True)
 class HostSettings:
     """`model` "fake" runs no model: steps of 10 ms, without a computation. `switch_interval` is
-    `sys.setswitchinterval` of the process; None leaves it alone."""
+    `sys.setswitchinterval` of the process; None leaves it alone. `engine` has more fields of the
+    engine's configuration."""
 
     model: str = "tiny"
     server: ServerName = "uvicorn"
     num_threads: int | None = None
     max_batch: int = 32
     switch_interval: float | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -127,7 +129,9 @@ def build(settings: HostSettings) -> Starlette:
 
 
 def make_engine(settings: HostSettings) -> Engine:
-    config = EngineConfig(max_batch=settings.max_batch, num_threads=settings.num_threads)
+    config = EngineConfig(
+        max_batch=settings.max_batch, num_threads=settings.num_threads, **settings.engine
+    )
     if settings.model != "fake":
         return Engine(settings.model, config)
     from qwen3_asgi.testing import FakeExecutor, fake_engine

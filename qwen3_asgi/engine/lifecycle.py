@@ -20,6 +20,7 @@ import anyio
 
 from qwen3_asgi.engine.adapters import Adapters
 from qwen3_asgi.engine.delivery import Delivery
+from qwen3_asgi.engine.loading import startup
 from qwen3_asgi.engine.portal import wait_future
 from qwen3_asgi.engine.watchdog import Watchdog
 from qwen3_asgi.errors import EngineDead, EngineNotReady, ModelLoadError, Qwen3Error
@@ -312,6 +313,7 @@ class Lifecycle:
             raise
 
     def _assemble(self, model: LoadedModel) -> Runtime:
+        startup.debug("ready")
         delivery = Delivery(self._metrics.on_wakeups)
         size = self._config.trace_iterations
         self.trace = SchedulerTrace(size) if size else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,9 @@ class LoadedModel:
     read_adapter: AdapterReader | None = None
 
 
+# Says when each stage of a start begins, by the stage's name alone: for `bench startup`.
+startup = logging.getLogger("qwen3_asgi.startup")
+
 # Called on the scheduler thread with the model's name and the engine's configuration.
 Loader = Callable[[str, EngineConfig], LoadedModel]
 
@@ -59,20 +63,37 @@ Loader = Callable[[str, EngineConfig], LoadedModel]
 def load_model(name: str, config: EngineConfig) -> LoadedModel:
     """Load "tiny" (bundled), a local folder, or a Hugging Face hub id.
 
+    With `load_format="dummy"` the folder needs no weights, and in the place of a hub id is the
+    name of a shape (`model/shapes.py`). What has no tokenizer is given the bundled model's.
+
     Raises:
         ModelLoadError: the checkpoint cannot be used; the message says why.
     """
+    startup.debug("torch")
     from qwen3_asgi.model.checkpoint import find_folder
     from qwen3_asgi.model.config import load_model_config
     from qwen3_asgi.model.executor import load_executor
     from qwen3_asgi.model.lora import read_adapter
+    from qwen3_asgi.model.shapes import named_shape
     from qwen3_asgi.text.tokenizer import Tokenizer
     from qwen3_asgi.tiny import tiny_path
 
-    folder = Path(tiny_path()) if name == "tiny" else find_folder(name)
-    load_model_config(folder)  # first: a wrong architecture explains whatever else is missing
-    tokenizer = Tokenizer.from_folder(folder)
-    executor = load_executor(folder, config, owned_token_ids=tokenizer.owned_token_ids)
+    folder: Path | None
+    if name == "tiny":
+        folder = Path(tiny_path())
+    elif config.load_format == "dummy" and not Path(name).expanduser().exists():
+        folder = None
+    else:
+        folder = find_folder(name)
+    startup.debug("tokenizer")
+    # First: a wrong architecture explains whatever else is missing.
+    shape = named_shape(name) if folder is None else load_model_config(folder)
+    if config.load_format == "auto" and folder is not None:
+        tokenizer = Tokenizer.from_folder(folder)
+    else:
+        own = folder if folder is not None and (folder / "tokenizer.json").is_file() else None
+        tokenizer = Tokenizer.from_folder(own or tiny_path(), vocab_size=shape.vocab_size)
+    executor = load_executor(folder or shape, config, owned_token_ids=tokenizer.owned_token_ids)
     generation = executor.generation_defaults
     defaults = SamplingDefaults()
     if config.generation_config == "auto":

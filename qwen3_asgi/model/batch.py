@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,14 +27,30 @@ class Segment(NamedTuple):
     held: tuple[Stretch, ...]
 
 
+class Paged(NamedTuple):
+    """Where the sequences lie, for kernels that read block tables themselves.
+
+    `spans` is int64 `[R, 4]`: first row of the batch, number of rows, position of the first, and
+    where the sequence's block ids begin in `tables`, int32.
+    """
+
+    spans: torch.Tensor
+    tables: torch.Tensor
+    block_size: int
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """T tokens of all rows, one after another. Index tensors are int64 `[T]`."""
+    """T tokens of all rows, one after another. Index tensors are int64 `[T]`.
+
+    Either `paged` is set or `segments` has an entry per row.
+    """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     segments: tuple[Segment, ...]
+    paged: Paged | None
     last_position: int
     last_rows: tuple[int, ...]
 
@@ -46,8 +63,11 @@ def build_batch(
     num_blocks: int,
     max_tokens: int,
     device: torch.device,
+    paged: bool = False,
 ) -> Batch:
     """Flatten rows. `last_rows` has the index of each row's last token.
+
+    With `paged` the block tables are passed on as they are, else resolved into `segments`.
 
     Raises:
         ValueError: a row without tokens, a token id outside the vocabulary, a block id outside the
@@ -58,6 +78,8 @@ def build_batch(
     slots: list[int] = []
     segments: list[Segment] = []
     last_rows: list[int] = []
+    spans: list[int] = []
+    tables = array("i")
     for row in rows:
         length, start = len(row.token_ids), row.start
         end = start + length
@@ -65,22 +87,40 @@ def build_batch(
         _check_row(row, end, len(table) * block_size, max_tokens)
         _check_ids(row, "token", row.token_ids, vocab_size)
         _check_ids(row, "block", table, num_blocks)
-        held = stretches(table, end if length == 1 else start, block_size, device)
-        segments.append(Segment(len(token_ids), length, held))
+        first = len(token_ids)
+        if paged:
+            spans += (first, length, start, len(tables))
+            tables.extend(table)
+        else:
+            held = stretches(table, end if length == 1 else start, block_size, device)
+            segments.append(Segment(first, length, held))
         token_ids.extend(row.token_ids)
-        positions.extend(range(start, end))
-        slots.extend(
-            table[position // block_size] * block_size + position % block_size
-            for position in range(start, end)
-        )
+        if length == 1:
+            positions.append(start)
+            slots.append(table[-1] * block_size + start % block_size)
+        else:
+            positions.extend(range(start, end))
+            slots.extend(
+                table[position // block_size] * block_size + position % block_size
+                for position in range(start, end)
+            )
         last_rows.append(len(token_ids) - 1)
     return Batch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
         slots=torch.tensor(slots, dtype=torch.int64, device=device),
         segments=tuple(segments),
+        paged=_paged(spans, tables, block_size, device) if paged else None,
         last_position=max(positions),
         last_rows=tuple(last_rows),
+    )
+
+
+def _paged(spans: list[int], tables: array[int], block_size: int, device: torch.device) -> Paged:
+    return Paged(
+        torch.tensor(spans, dtype=torch.int64, device=device).view(-1, 4),
+        torch.frombuffer(tables, dtype=torch.int32).to(device),
+        block_size,
     )
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from qwen3_asgi.model.batch import build_batch
 from qwen3_asgi.model.checkpoint import Checkpoint
-from qwen3_asgi.model.config import load_generation_defaults, load_model_config
+from qwen3_asgi.model.config import ModelConfig, load_generation_defaults, load_model_config
+from qwen3_asgi.model.dummy import DummyCheckpoint
 from qwen3_asgi.model.kv import KVPool
 from qwen3_asgi.model.lora import AdaptedRows, Adapter
 from qwen3_asgi.model.memory import choose_device, choose_dtype, choose_threads, pool_blocks
 from qwen3_asgi.model.qwen3 import Qwen3
 from qwen3_asgi.model.sampler import RowError, Sampler
+from qwen3_asgi.model.shapes import DEFAULTS as DUMMY_DEFAULTS
 from qwen3_asgi.model.tiers import open_tiers
 from qwen3_asgi.model.weights import EMBEDDING, load_weights
 from qwen3_asgi.scheduler.pending import PendingTokens
@@ -23,16 +26,17 @@ from qwen3_asgi.scheduler.plan import SampledToken, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
-    from pathlib import Path
 
     from qwen3_asgi.config import EngineConfig
     from qwen3_asgi.model.batch import Batch
-    from qwen3_asgi.model.config import GenerationDefaults, ModelConfig
+    from qwen3_asgi.model.config import GenerationDefaults
     from qwen3_asgi.model.tiers import TorchTiers
     from qwen3_asgi.scheduler.executor import KVTiers, ModelExecutor
     from qwen3_asgi.scheduler.plan import RequestId, Row, StepPlan
 
 logger = logging.getLogger(__name__)
+# Says when each stage of a start begins, see `engine.loading`.
+startup = logging.getLogger("qwen3_asgi.startup")
 
 
 class TorchExecutor:
@@ -197,6 +201,7 @@ class TorchExecutor:
             num_blocks=pool.num_blocks,
             max_tokens=self._max_context_tokens,
             device=self.device,
+            paged=model.operators.reads_tables,
         )
         adapted = self._adapted(rows)
         with self._writing():
@@ -222,26 +227,32 @@ if TYPE_CHECKING:
 
 
 def load_executor(
-    folder: Path, config: EngineConfig, *, owned_token_ids: int | Collection[int]
+    folder: Path | ModelConfig, config: EngineConfig, *, owned_token_ids: int | Collection[int]
 ) -> TorchExecutor:
     """Load a checkpoint folder and allocate its KV pool.
 
     Args:
-        folder: holds `config.json` and safetensors files (see `checkpoint.find_folder`).
+        folder: holds `config.json` and safetensors files (see `checkpoint.find_folder`). With
+            `load_format="dummy"` the files are not needed, and a shape will do for a folder.
         config: `num_threads` sets torch's thread count for the whole process (`choose_threads`).
         owned_token_ids: ids that stand for a token (an int n: `0 … n-1`); others are not sampled.
 
     Raises:
         ModelLoadError: unsupported or damaged checkpoint, unknown device, or too little memory.
     """
-    model_config = load_model_config(folder)
-    defaults = load_generation_defaults(folder, model_config)
+    if isinstance(folder, ModelConfig):
+        model_config, defaults, folder = folder, DUMMY_DEFAULTS, Path()
+    else:
+        model_config = load_model_config(folder)
+        defaults = load_generation_defaults(folder, model_config)
     device = choose_device(config.device)
     threads = choose_threads(config.num_threads, model_config, device.type)
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoint = Checkpoint(folder)
-    stored = model_config.dtype or checkpoint.dtype_name(EMBEDDING)
+    checkpoint = Checkpoint(folder) if config.load_format == "auto" else None
+    stored = model_config.dtype or (
+        "bfloat16" if checkpoint is None else checkpoint.dtype_name(EMBEDDING)
+    )
     dtype = choose_dtype(config.dtype, stored, model_config, device.type)
     if "float16" in (config.dtype, stored) and dtype == torch.float32 and config.dtype != "float32":
         logger.warning("float16 is slow on a CPU; computing in float32, at twice the memory")
@@ -249,9 +260,13 @@ def load_executor(
     if config.max_context_tokens is not None:
         max_tokens = min(max_tokens, config.max_context_tokens)
     with torch.inference_mode():
-        weights = load_weights(checkpoint, model_config, dtype, device)
+        startup.debug("weights")
+        source = checkpoint or DummyCheckpoint(model_config, dtype, device)
+        weights = load_weights(source, model_config, dtype, device)
+        startup.debug("kv pool")
         num_blocks = pool_blocks(model_config, config, max_tokens, dtype, device.type)
         pool = KVPool(model_config, num_blocks, config.block_size, dtype, device)
+        startup.debug("model")
         return TorchExecutor(
             Qwen3(model_config, weights),
             pool,
@@ -261,5 +276,5 @@ def load_executor(
             max_context_tokens=max_tokens,
             device=device,
             dtype=dtype,
-            tiers=open_tiers(folder, checkpoint.file_names, model_config, config, pool),
+            tiers=open_tiers(folder, source.file_names, model_config, config, pool),
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qwen3_asgi.errors import ModelLoadError
+from qwen3_asgi.model.cuda.capacity import card_memory, pool_budget
 from qwen3_asgi.model.kv import bytes_per_block
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ GIB = 2**30
 # The engine is a guest in somebody's web process, on a machine that others share.
 CPU_POOL_FRACTION = 0.25
 CPU_POOL_CAP_BYTES = 4 * GIB
-CUDA_POOL_FRACTION = 0.8
+# Of the whole card, whoever uses it; see `capacity.pool_budget`.
+CUDA_UTILIZATION = 0.9
 # Below this many weights a CPU step is bound by the cost of calling operators: bf16 gains nothing
 # and float32 is exact; a second thread gains little, and waits in a busy loop for its part of each
 # operator, which stalls both as soon as the host has other work for the cores.
@@ -85,7 +87,7 @@ def pool_blocks(
         cap = max(CPU_POOL_CAP_BYTES, block * longest)
         budget = min(int(available_bytes() * CPU_POOL_FRACTION), cap)
     else:
-        budget = int(torch.cuda.mem_get_info()[0] * CUDA_POOL_FRACTION)
+        budget = pool_budget(card_memory(torch.device(device)), CUDA_UTILIZATION)
     fitting = budget // block
     if fitting < 1:
         raise ModelLoadError(f"no memory for one KV block of {block} bytes; {budget} may be used")

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
-from qwen3_asgi.model.attention import attend
+from qwen3_asgi.model.cpu.kernels import cpu_kernels
 from qwen3_asgi.model.lora import add_adapters
-from qwen3_asgi.model.rope import RotaryTable, rotate
+from qwen3_asgi.model.operators import TorchOperators
+from qwen3_asgi.model.rope import RotaryTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,18 +18,24 @@ if TYPE_CHECKING:
 
     from qwen3_asgi.model.batch import Batch
     from qwen3_asgi.model.config import ModelConfig
-    from qwen3_asgi.model.kv import KVPool, LayerKV
+    from qwen3_asgi.model.kv import KVPool
     from qwen3_asgi.model.lora import AdaptedRows
-    from qwen3_asgi.model.weights import LayerWeights, ModelWeights
+    from qwen3_asgi.model.operators import Operators
+    from qwen3_asgi.model.weights import ModelWeights
 
 
 class Qwen3:
-    """A dense Qwen3 model. One thread at a time; call it under `torch.inference_mode`."""
+    """A dense Qwen3 model. One thread at a time; call it under `torch.inference_mode`.
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
-        self._config = config
+    `operators` are what it runs between the matrix products, `choose_operators` by default.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, operators: Operators | None = None
+    ) -> None:
         self._weights = weights
         self._rotary = RotaryTable(config.rope, config.head_dim, weights.embedding.device)
+        self.operators = operators or choose_operators(config, weights.embedding)
 
     def forward(self, batch: Batch, pool: KVPool, adapted: Sequence[AdaptedRows] = ()) -> Tensor:
         """Run all layers, writing the batch's keys and values to `pool`.
@@ -38,60 +45,42 @@ class Qwen3:
         Returns:
             Normalised hidden states `[T, hidden]` in the weights' dtype.
         """
-        cos, sin = self._rotary.lookup(batch.positions, batch.last_position)
-        eps = self._config.rms_norm_eps
-        x = functional.embedding(batch.token_ids, self._weights.embedding)
-        for index, (layer, kv) in enumerate(zip(self._weights.layers, pool.layers, strict=True)):
-            normed = rms_norm(x, layer.input_norm, eps)
-            x += self._attention(normed, index, layer, kv, batch, cos, sin, adapted)
-            x += _mlp(rms_norm(x, layer.post_attention_norm, eps), index, layer, adapted)
-        return rms_norm(x, self._weights.final_norm, eps)
+        weights, operators = self._weights, self.operators
+        attend = operators.attention(
+            batch, *self._rotary.lookup(batch.positions, batch.last_position)
+        )
+        layers = weights.layers
+        # Each sum is normed at once for whoever reads it next.
+        norms_after = (*(layer.input_norm for layer in layers[1:]), weights.final_norm)
+        x = functional.embedding(batch.token_ids, weights.embedding)
+        normed = operators.norm(x, layers[0].input_norm)
+        for index, (layer, kv, norm_after) in enumerate(
+            zip(layers, pool.layers, norms_after, strict=True)
+        ):
+            fused = layer.qkv(normed)
+            add_adapters(adapted, index, "qkv", normed, fused)
+            heads = attend(fused, layer.qk_norm, kv)
+            output = layer.output(heads)
+            add_adapters(adapted, index, "output", heads, output)
+            normed = operators.add_norm(x, output, layer.post_attention_norm)
+            fused = layer.gate_up(normed)
+            add_adapters(adapted, index, "gate_up", normed, fused)
+            inner = operators.silu_mul(fused)
+            output = layer.down(inner)
+            add_adapters(adapted, index, "down", inner, output)
+            normed = operators.add_norm(x, output, norm_after)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits `[R, vocab]` of hidden states `[R, hidden]`."""
         return self._weights.lm_head(hidden).float()
 
-    def _attention(
-        self,
-        x: Tensor,
-        index: int,
-        layer: LayerWeights,
-        kv: LayerKV,
-        batch: Batch,
-        cos: Tensor,
-        sin: Tensor,
-        adapted: Sequence[AdaptedRows],
-    ) -> Tensor:
-        config = self._config
-        num_heads, kv_heads = config.num_heads, config.num_kv_heads
-        fused = layer.qkv(x)
-        add_adapters(adapted, index, "qkv", x, fused)
-        qkv = fused.view(len(x), num_heads + 2 * kv_heads, config.head_dim)
-        qk = rms_norm(qkv[:, : num_heads + kv_heads], layer.qk_norm, config.rms_norm_eps)
-        qk = rotate(qk, cos, sin)
-        queries, keys = qk[:, :num_heads], qk[:, num_heads:]
-        values = qkv[:, num_heads + kv_heads :]
-        kv.write(batch.slots, keys, values)
-        heads = attend(queries, keys, values, kv, batch.segments)
-        output = layer.output(heads)
-        add_adapters(adapted, index, "output", heads, output)
-        return output
 
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
-
-    In float32, cast back, and only then times the weight: Qwen3 was trained with this order, and
-    in bf16 another order gives other tokens.
-    """
-    return functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
-
-
-def _mlp(x: Tensor, index: int, layer: LayerWeights, adapted: Sequence[AdaptedRows]) -> Tensor:
-    fused = layer.gate_up(x)
-    add_adapters(adapted, index, "gate_up", x, fused)
-    gate, up = fused.chunk(2, dim=-1)
-    inner = functional.silu(gate).mul_(up)
-    output = layer.down(inner)
-    add_adapters(adapted, index, "down", inner, output)
-    return output
+def choose_operators(config: ModelConfig, embedding: Tensor) -> Operators:
+    """The fastest operators for a model in the dtype and on the device of its embedding."""
+    plain = TorchOperators(
+        config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+    )
+    if embedding.device.type != "cpu":
+        return plain
+    return cpu_kernels(config, embedding.dtype) or plain

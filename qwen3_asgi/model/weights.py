@@ -11,10 +11,20 @@ import torch
 from qwen3_asgi.model.linear import Linear
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from typing import Protocol
 
-    from qwen3_asgi.model.checkpoint import Checkpoint
     from qwen3_asgi.model.config import ModelConfig
+
+    class TensorSource(Protocol):
+        """What `load_weights` reads: a `Checkpoint`, or what takes its place."""
+
+        def check(
+            self, shapes: Mapping[str, Sequence[int]], ignored: Collection[str] = ()
+        ) -> None: ...
+
+        def read(self, name: str) -> torch.Tensor: ...
+
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -76,7 +86,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(
-    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> ModelWeights:
     """Read, check, fuse and convert all weights. Shows progress when stderr is a terminal.
 

@@ -25,12 +25,20 @@ if TYPE_CHECKING:
 class Tokenizer:
     """A byte-level BPE tokenizer and its chat template. Immutable after construction.
 
+    With `vocab_size` it owns exactly the ids below that, whatever the file says, and those that
+    have no token are written as numbers: for models whose weights mean nothing either.
+
     Raises:
-        ModelLoadError: the tokenizer is not byte-level, so single tokens have no bytes.
+        ModelLoadError: the tokenizer is not byte-level, so single tokens have no bytes, or it has
+            more tokens than `vocab_size`.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None = None,
+        *,
+        vocab_size: int | None = None,
     ) -> None:
         if type(backend.decoder).__name__ != "ByteLevel":
             raise ModelLoadError("only byte-level BPE tokenizers (as Qwen3's) are supported")
@@ -43,7 +51,11 @@ class Tokenizer:
         control = [t.content for t in added.values() if t.special or t.content.startswith("<|")]
         tags = [t.content for t in added.values() if t.content not in control]
         self._spellings = ControlSpellings(control, tags)
-        self._owned = _owned_ids(backend)
+        self._owned = _owned_ids(backend) if vocab_size is None else range(vocab_size)
+        if vocab_size is not None and vocab_size < backend.get_vocab_size():
+            raise ModelLoadError(
+                f"vocab_size is {vocab_size}, less than the tokenizer's {backend.get_vocab_size()}"
+            )
         # Written from any thread; a lost race only computes the same bytes twice.
         self._token_bytes: dict[int, bytes] = {}
         self._byte_of = _byte_alphabet()
@@ -54,8 +66,8 @@ class Tokenizer:
         self.tool_call_end_id = self.token_id("</tool_call>")
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Load the tokenizer of a checkpoint folder.
+    def from_folder(cls, path: str | Path, *, vocab_size: int | None = None) -> Tokenizer:
+        """Load the tokenizer of a checkpoint folder. `vocab_size` as in `Tokenizer`.
 
         Raises:
             ModelLoadError: `tokenizer.json` is missing, or a file cannot be read.
@@ -73,7 +85,7 @@ class Tokenizer:
         # A file may carry truncation or padding from training; here both would corrupt prompts.
         backend.no_truncation()
         backend.no_padding()
-        return cls(backend, _chat_template(folder))
+        return cls(backend, _chat_template(folder), vocab_size=vocab_size)
 
     @property
     def vocab_size(self) -> int:
@@ -144,7 +156,10 @@ class Tokenizer:
         """Return the bytes a token stands for; an id without a token has none."""
         data = self._token_bytes.get(token_id)
         if data is None:
-            token = self._backend.id_to_token(token_id) or ""
+            token = self._backend.id_to_token(token_id)
+            if token is None:
+                # Never a real token: see `vocab_size` of the class. A space separates numbers.
+                token = f"\u0120{token_id}" if token_id in self._owned else ""
             try:
                 data = bytes(self._byte_of[char] for char in token)
             except KeyError:  # an added token with characters outside the byte alphabet

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from qwen3_asgi.model import kv
+from qwen3_asgi.model.operators import TorchOperators
 from qwen3_asgi.scheduler.plan import RequestId, Row
 from tests.model.checkpoints import (
     KINDS,
@@ -47,9 +48,15 @@ def truth(folder):
     return Truth(model, prompt, reference_logits(model, prompt), greedy(model, prompt, NEW_TOKENS))
 
 
-@pytest.fixture(scope="module")
-def executor(folder):
-    return load(folder)
+@pytest.fixture(scope="module", params=["kernels", "plain"])
+def executor(folder, request):
+    executor = load(folder)
+    model, _ = executor._loaded
+    if request.param == "plain":
+        model.operators = TorchOperators(4, 2, 16, 1e-6)
+    elif not model.operators.reads_tables:
+        pytest.skip("no CPU kernels on this machine")
+    return executor
 
 
 @pytest.fixture

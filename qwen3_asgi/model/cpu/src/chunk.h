@@ -1,0 +1,234 @@
+// Causal attention of a chunk of a prompt over everything up to it, tile by tile (Dao et al. 2022,
+// FlashAttention). Keys and values of a tile are brought into the layout of the product once and
+// used for a block of query rows: the query heads of a KV head stand below one another.
+#pragma once
+#include "pool.h"
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+constexpr int BLOCK_ROWS = 64;
+
+// c[rows, N] (+)= a[rows, depth] @ b[depth, N], N = WIDE vectors; b is `ldb` wide, c `ldc`, a `lda`.
+// In float; the order of each sum is that of depth.
+struct FloatProduct {
+    typedef float item;
+    template <typename T>
+    static void pack_keys(const T* const* rows, int count, int dim, item* out) {
+        for (int t = 0; t < TILE; t++)
+            for (int d = 0; d < dim; d += LANES) {
+                vf v = t < count ? load(rows[t] + d) : vf{};
+                for (int i = 0; i < LANES; i++) out[(d + i) * TILE + t] = v[i];
+            }
+    }
+    template <typename T>
+    static void pack_values(const T* const* rows, int count, int dim, item* out) {
+        for (int t = 0; t < TILE; t++)
+            for (int d = 0; d < dim; d += LANES)
+                store(out + t * dim + d, t < count ? load(rows[t] + d) : vf{});
+    }
+    template <typename T>
+    static void pack_row(const T* row, int count, item* out) {
+        for (int d = 0; d < count; d += LANES) store(out + d, load(row + d));
+    }
+    template <int ROWS, int WIDE, bool ADD>
+    static inline void multiply(const item* a, int lda, const item* b, int ldb, int depth,
+                                float* c, int ldc) {
+        vf acc[ROWS][WIDE];
+        for (int r = 0; r < ROWS; r++)
+            for (int w = 0; w < WIDE; w++)
+                acc[r][w] = ADD ? load(c + r * ldc + w * LANES) : vf{};
+        for (int k = 0; k < depth; k++)
+            for (int w = 0; w < WIDE; w++) {
+                vf v = load(b + k * ldb + w * LANES);
+                for (int r = 0; r < ROWS; r++) acc[r][w] += a[r * lda + k] * v;
+            }
+        for (int r = 0; r < ROWS; r++)
+            for (int w = 0; w < WIDE; w++) store(c + r * ldc + w * LANES, acc[r][w]);
+    }
+};
+
+#ifdef __AVX512BF16__
+// The same with bf16 factors, two of the depth to an instruction; b holds pairs of its rows.
+struct PairProduct {
+    typedef bf16 item;
+    static void pack_keys(const bf16* const* rows, int count, int dim, item* out) {
+        // A pair of dimensions is one 32-bit word: transpose words, 16 keys by 16 pairs at once.
+        for (int t = 0; t < TILE; t += 16)
+            for (int d = 0; d < dim; d += 32) {
+                const int pairs = dim - d < 32 ? (dim - d) / 2 : 16;
+                const __mmask16 some = (__mmask16)((1u << pairs) - 1);
+                __m512i r[16];
+                for (int i = 0; i < 16; i++)
+                    r[i] = t + i < count ? _mm512_maskz_loadu_epi32(some, rows[t + i] + d)
+                                         : _mm512_setzero_si512();
+                transpose(r);
+                for (int i = 0; i < pairs; i++)
+                    _mm512_storeu_si512(out + ((d / 2 + i) * TILE + t) * 2, r[i]);
+            }
+    }
+    static void pack_values(const bf16* const* rows, int count, int dim, item* out) {
+        for (int t = 0; t < TILE; t += 2)
+            for (int d = 0; d < dim; d += 16) {
+                __m512i even = words(rows, t, count, d), odd = words(rows, t + 1, count, d);
+                _mm512_storeu_si512(out + (t / 2 * dim + d) * 2,
+                                    _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+            }
+    }
+    static void pack_row(const bf16* row, int count, item* out) {
+        memcpy(out, row, count * sizeof(bf16));
+    }
+    template <int ROWS, int WIDE, bool ADD>
+    static inline void multiply(const item* a, int lda, const item* b, int ldb, int depth,
+                                float* c, int ldc) {
+        __m512 acc[ROWS][WIDE];
+        for (int r = 0; r < ROWS; r++)
+            for (int w = 0; w < WIDE; w++)
+                acc[r][w] = ADD ? _mm512_loadu_ps(c + r * ldc + w * 16) : _mm512_setzero_ps();
+        for (int k = 0; k < depth; k += 2) {
+            __m512bh v[WIDE];
+            for (int w = 0; w < WIDE; w++)
+                v[w] = (__m512bh)_mm512_loadu_si512(b + (k / 2 * ldb + w * 16) * 2);
+            for (int r = 0; r < ROWS; r++) {
+                int32_t pair;
+                memcpy(&pair, a + r * lda + k, sizeof pair);
+                const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+                for (int w = 0; w < WIDE; w++) acc[r][w] = _mm512_dpbf16_ps(acc[r][w], both, v[w]);
+            }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int w = 0; w < WIDE; w++) _mm512_storeu_ps(c + r * ldc + w * 16, acc[r][w]);
+    }
+
+   private:
+    static __m512i words(const bf16* const* rows, int t, int count, int d) {
+        if (t >= count) return _mm512_setzero_si512();
+        return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(rows[t] + d)));
+    }
+    static void transpose(__m512i* r) {
+        __m512i s[16];
+        for (int i = 0; i < 16; i += 4) {
+            __m512i a = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+            __m512i b = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+            __m512i c = _mm512_unpacklo_epi32(r[i + 2], r[i + 3]);
+            __m512i d = _mm512_unpackhi_epi32(r[i + 2], r[i + 3]);
+            s[i] = _mm512_unpacklo_epi64(a, c), s[i + 1] = _mm512_unpackhi_epi64(a, c);
+            s[i + 2] = _mm512_unpacklo_epi64(b, d), s[i + 3] = _mm512_unpackhi_epi64(b, d);
+        }
+        for (int i = 0; i < 4; i++) {
+            __m512i a = _mm512_shuffle_i32x4(s[i], s[i + 4], 0x88);
+            __m512i b = _mm512_shuffle_i32x4(s[i], s[i + 4], 0xdd);
+            __m512i c = _mm512_shuffle_i32x4(s[i + 8], s[i + 12], 0x88);
+            __m512i d = _mm512_shuffle_i32x4(s[i + 8], s[i + 12], 0xdd);
+            r[i] = _mm512_shuffle_i32x4(a, c, 0x88), r[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
+            r[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), r[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
+        }
+    }
+};
+#endif
+
+template <typename T>
+struct ProductOf {
+    typedef FloatProduct type;
+};
+#ifdef __AVX512BF16__
+template <>
+struct ProductOf<bf16> {
+    typedef PairProduct type;
+};
+#endif
+
+// All rows and all N columns; ROWS at once are what the registers hold.
+template <typename P, int N, bool ADD>
+static void product(const typename P::item* a, int lda, const typename P::item* b, int depth,
+                    int rows, float* c) {
+    constexpr int ROWS = LANES == 16 ? 6 : 3;
+    constexpr int WIDE = N / LANES < 4 ? N / LANES : 4;
+    constexpr int PAIR = sizeof(typename P::item) == 2 ? 2 : 1;
+    for (int n = 0; n < N; n += WIDE * LANES) {
+        int r = 0;
+        for (; r + ROWS <= rows; r += ROWS)
+            P::template multiply<ROWS, WIDE, ADD>(a + r * lda, lda, b + n * PAIR, N, depth,
+                                                  c + r * N + n, N);
+        for (; r < rows; r++)
+            P::template multiply<1, WIDE, ADD>(a + r * lda, lda, b + n * PAIR, N, depth,
+                                               c + r * N + n, N);
+    }
+}
+
+// Weights of one row's tile in place of its scores; returns what the earlier sums are scaled by.
+static inline float softmax_row(float* row, int visible, float scale, float& best, float& total) {
+    vf high = all(-INFINITY);
+    for (int i = 0; i < TILE; i += LANES) {
+        vf s = (iota() + i < visible) ? load(row + i) * scale : all(-INFINITY);
+        store(row + i, s);
+        high = larger(high, s);
+    }
+    const float before = best, now = largest(high);
+    best = now > before ? now : before;
+    vf here{};
+    for (int i = 0; i < TILE; i += LANES) {
+        vf p = (iota() + i < visible) ? vexp(load(row + i) - best) : vf{};
+        store(row + i, p);
+        here += p;
+    }
+    const float keep = before == best ? 1.0f : vexp(all(before - best))[0];
+    total = total * keep + sum(here);
+    return keep;
+}
+
+// `count` query tokens from `from` (counted within the span) of one KV head.
+template <typename T, int D>
+static void chunk_block(const Step& step, const Layer<T>& layer, const Span& span, int64_t head,
+                        int64_t from, int64_t count) {
+    typedef typename ProductOf<T>::type P;
+    typedef typename P::item item;
+    const int group = (int)(step.heads / step.kv_heads), rows = (int)count * group;
+    const int64_t width = step.heads + 2 * step.kv_heads;
+    const float scale = 1.0f / std::sqrt((float)D);
+    const T* keys = layer.keys + head * step.num_slots * D;
+    const T* values = layer.values + head * step.num_slots * D;
+    alignas(64) item queries[BLOCK_ROWS * D], tile_keys[TILE * D], tile_values[TILE * D];
+    alignas(64) item weights[BLOCK_ROWS * TILE];
+    alignas(64) float acc[BLOCK_ROWS * D], logits[BLOCK_ROWS * TILE];
+    float best[BLOCK_ROWS], total[BLOCK_ROWS];
+    for (int r = 0; r < rows; r++) {
+        const int64_t token = span.first + from + r / group;
+        P::pack_row(layer.qkv + (token * width + head * group + r % group) * D, D, queries + r * D);
+        best[r] = -INFINITY, total[r] = 0;
+    }
+    memset(acc, 0, sizeof(float) * rows * D);
+    const int64_t end = span.start + from + count;
+    int64_t slots[TILE];
+    const T *key_rows[TILE], *value_rows[TILE];
+    for (int64_t first = 0; first < end; first += TILE) {
+        const int here = end - first < TILE ? (int)(end - first) : TILE;
+        find_slots(step, span, first, here, slots);
+        for (int t = 0; t < here; t++)
+            key_rows[t] = keys + slots[t] * D, value_rows[t] = values + slots[t] * D;
+        P::pack_keys(key_rows, here, D, tile_keys);
+        P::pack_values(value_rows, here, D, tile_values);
+        product<P, TILE, false>(queries, D, tile_keys, D, rows, logits);
+        for (int r = 0; r < rows; r++) {
+            // How many keys of the tile this row may see; none when the tile is all ahead of it.
+            const int64_t ahead = span.start + from + r / group + 1 - first;
+            const int visible = ahead < 0 ? 0 : ahead < TILE ? (int)ahead : TILE;
+            float* row = logits + r * TILE;
+            if (visible) {
+                const float keep = softmax_row(row, visible, scale, best[r], total[r]);
+                if (keep != 1.0f)
+                    for (int d = 0; d < D; d += LANES)
+                        store(acc + r * D + d, load(acc + r * D + d) * keep);
+            } else {
+                memset(row, 0, TILE * sizeof(float));
+            }
+            for (int i = 0; i < TILE; i += LANES) store(weights + r * TILE + i, load(row + i));
+        }
+        product<P, D, true>(weights, TILE, tile_values, TILE, rows, acc);
+    }
+    for (int r = 0; r < rows; r++) {
+        const int64_t token = span.first + from + r / group;
+        T* out = layer.out + (token * step.heads + head * group + r % group) * D;
+        for (int d = 0; d < D; d += LANES) store(out + d, load(acc + r * D + d) / total[r]);
+    }
+}

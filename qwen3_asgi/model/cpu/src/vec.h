@@ -1,0 +1,124 @@
+// Vectors of LANES floats in the compiler's own vector types, so that one source serves every CPU,
+// and the two element types of a model: float and bfloat16 (computed in float, rounded to even).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+static inline vf all(float x) { return vf{} + x; }
+
+static inline vf load(const float* p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline vf load(const bf16* p) {
+    vh half;
+    memcpy(&half, p, sizeof half);
+    return (vf)(__builtin_convertvector(half, vu) << 16);
+}
+
+static inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+
+static inline void store(bf16* p, vf v) {
+    vu bits = (vu)v;
+    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    rounded = (v == v) ? rounded : (vu)((vu{}) + 0x7fc0);
+    vh half = __builtin_convertvector(rounded, vh);
+    memcpy(p, &half, sizeof half);
+}
+
+// What a value becomes when it is stored as a T and read back.
+template <typename T>
+static inline vf rounded(vf v) {
+    T held[LANES];
+    store(held, v);
+    return load(held);
+}
+template <>
+inline vf rounded<float>(vf v) { return v; }
+
+static inline vf larger(vf a, vf b) { return a > b ? a : b; }
+
+static inline float sum(vf v) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += v[i];
+    return total;
+}
+
+static inline float largest(vf v) {
+    float best = v[0];
+    for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
+    return best;
+}
+
+// 0, 1, 2, …
+static inline vi iota() {
+    vi v{};
+    for (int i = 0; i < LANES; i++) v[i] = i;
+    return v;
+}
+
+// exp for |x| <= 87, clamped there; the polynomial is that of Cephes' expf (Moshier). NaN stays NaN.
+static inline vf vexp(vf x) {
+    x = x < -87.0f ? all(-87.0f) : x;
+    x = x > 87.0f ? all(87.0f) : x;
+    vf scaled = x * 1.44269504088896341f;
+    vi n = __builtin_convertvector(scaled + (scaled < 0.0f ? all(-0.5f) : all(0.5f)), vi);
+    vf whole = __builtin_convertvector(n, vf);
+    vf r = x - whole * 0.693359375f;
+    r = r + whole * 2.12194440e-4f;
+    vf y = all(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * (r * r) + r + 1.0f;
+    return y * (vf)((n + 127) << 23);
+}
+
+template <int SIZE, int OFFSET, size_t... LANE>
+static inline vf halves(vf a, vf b, std::index_sequence<LANE...>) {
+    return __builtin_shufflevector(
+        a, b,
+        (int)((LANE % SIZE < SIZE / 2 ? 0 : LANES) + LANE / SIZE * SIZE + LANE % (SIZE / 2) +
+              OFFSET)...);
+}
+
+template <int SIZE>
+static inline void fold(vf* v) {
+    if constexpr (SIZE > 1) {
+        using lanes = std::make_index_sequence<LANES>;
+        for (int i = 0; i < SIZE / 2; i++) {
+            vf a = v[i], b = v[i + SIZE / 2];
+            v[i] = halves<SIZE, 0>(a, b, lanes{}) + halves<SIZE, SIZE / 2>(a, b, lanes{});
+        }
+        fold<SIZE / 2>(v);
+    }
+}
+
+// Lane i of the result is the sum of v[i]; v is overwritten. A third of the work of summing each.
+static inline vf sums(vf* v) {
+    fold<LANES>(v);
+    return v[0];
+}

@@ -1,0 +1,1 @@
+"""Triton kernels alone; the typed functions that launch them are one folder up."""

@@ -1,0 +1,90 @@
+"""What the machine can do at most: bytes read and operations per second, measured here and now."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from qwen3_asgi.model.linear import Linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from qwen3_asgi.model.config import ModelConfig
+
+# Far more than any cache holds.
+READ_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
+PROBE_SECONDS = 0.3
+GEMM_ROWS = {"cpu": 512, "cuda": 4096}
+GEMM_WIDTH = {"cpu": 4096, "cuda": 8192}
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, when all that was launched has been done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Probes:
+    """Both probes with torch's present number of threads. `best_*` are the best of all calls: a
+    limit is what was reached at least once, and a machine that is disturbed only falls short."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self.best_bytes_per_second = 0.0
+        self.best_flops_per_second = 0.0
+        kind = device.type
+        self._memory = torch.ones(READ_BYTES[kind] // 4, dtype=torch.float32, device=device)
+        width = GEMM_WIDTH[kind]
+        self._weight = torch.full((width, width), 0.01, dtype=dtype, device=device)
+        self._linear = Linear(self._weight.clone())
+        self._rows = torch.full((GEMM_ROWS[kind], width), 0.01, dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Measure once more, in about a second."""
+        memory, rows = self._memory, self._rows
+        reads: tuple[Callable[[], object], ...] = (memory.sum, memory.amax)
+        for read in reads:
+            rate = memory.nbytes / self._fastest(read)
+            self.best_bytes_per_second = max(self.best_bytes_per_second, rate)
+        flops = 2.0 * rows.shape[0] * self._weight.numel()
+        for product in (lambda: self._linear(rows), lambda: rows @ self._weight.T):
+            rate = flops / self._fastest(product)
+            self.best_flops_per_second = max(self.best_flops_per_second, rate)
+
+    def _fastest(self, call: Callable[[], object]) -> float:
+        """Seconds of the fastest of at least two calls."""
+        fastest = float("inf")
+        until = time.perf_counter() + PROBE_SECONDS
+        calls = 0
+        while calls < 2 or time.perf_counter() < until:
+            begin = clock(self._device)
+            call()
+            fastest = min(fastest, clock(self._device) - begin)
+            calls += 1
+        return fastest
+
+
+def linear_weights(config: ModelConfig) -> int:
+    """Values of all matrices that a token is multiplied with, the vocabulary's included."""
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return config.num_parameters - embedding
+
+
+def step_bytes(config: ModelConfig, dtype: torch.dtype, batch: int, context: int) -> int:
+    """What a decode step must read: every matrix once, and the keys and values of its rows."""
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * batch * context
+    return (linear_weights(config) + kv) * dtype.itemsize
+
+
+def forward_flops(config: ModelConfig, tokens: int, keys: int, sampled: int) -> int:
+    """Operations of a forward pass over `tokens` rows with `keys` attended pairs per head, of
+    which `sampled` rows are multiplied with the vocabulary."""
+    vocabulary = config.vocab_size * config.hidden_size
+    layers = (linear_weights(config) - vocabulary) * tokens
+    attention = 2 * config.num_layers * config.num_heads * config.head_dim * keys
+    return 2 * (layers + attention + vocabulary * sampled)
