@@ -8,6 +8,7 @@ left: no request, block, task, thread or file descriptor, and memory does not gr
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import os
@@ -184,6 +185,7 @@ def _run(options: ChaosOptions, jobs: Jobs, folder: Path, report: ChaosReport) -
     registry = CollectorRegistry()
     engine.metrics(registry)
     samples: list[float] = []
+    trim_heap = _heap_trimmer()
     with engine, serve_here(_host(engine)) as url:
         ledger = Ledger(engine)
         world.load_adapters()
@@ -200,6 +202,7 @@ def _run(options: ChaosOptions, jobs: Jobs, folder: Path, report: ChaosReport) -
             try:
                 while (left := begin + 60 * options.minutes - time.monotonic()) > 0:
                     time.sleep(min(SAMPLE_SECONDS, left))
+                    trim_heap()
                     samples.append(_rss_kib())
                     if engine.state != "ready":
                         clients.tally.violate(f"the engine is {engine.state}")
@@ -323,6 +326,15 @@ def _new_threads(before: set[threading.Thread]) -> list[str]:
 
 def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def _heap_trimmer() -> Callable[[], object]:
+    """Gives freed memory back to the system, so that what the C allocator keeps is no growth."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # not glibc
+        return lambda: None
+    return lambda: trim(0)
 
 
 def _rss_kib() -> float:

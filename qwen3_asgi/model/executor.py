@@ -19,6 +19,7 @@ from qwen3_asgi.model.memory import choose_device, choose_dtype, choose_threads,
 from qwen3_asgi.model.qwen3 import Qwen3
 from qwen3_asgi.model.sampler import RowError, Sampler
 from qwen3_asgi.model.shapes import DEFAULTS as DUMMY_DEFAULTS
+from qwen3_asgi.model.streams import ThreadStreams
 from qwen3_asgi.model.tiers import open_tiers
 from qwen3_asgi.model.weights import EMBEDDING, load_weights
 from qwen3_asgi.scheduler.pending import PendingTokens
@@ -67,6 +68,7 @@ class TorchExecutor:
         self._tiers = tiers
         self._adapters: dict[str, Adapter] = {}
         self._pending = PendingTokens()
+        self._streams = ThreadStreams(device)
         self._block_size = pool.block_size
         self._num_kv_blocks = pool.num_blocks
         self._max_context_tokens = max_context_tokens
@@ -100,7 +102,8 @@ class TorchExecutor:
             RuntimeError: the executor is closed, or torch failed.
         """
         try:
-            return self._step(plan)
+            with self._streams.own():
+                return self._step(plan)
         except torch.OutOfMemoryError as error:
             message = str(error)
         # Only here: the error's traceback held what the step had computed so far.
@@ -164,7 +167,7 @@ class TorchExecutor:
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         _, pool = self._open()
-        with self._writing():
+        with self._streams.own(), self._writing():
             pool.copy_blocks([source for source, _ in pairs], [target for _, target in pairs])
 
     def drop_request(self, request_id: RequestId) -> None:
