@@ -267,7 +267,7 @@ def load_executor(
         source = checkpoint or DummyCheckpoint(model_config, dtype, device)
         weights = load_weights(source, model_config, dtype, device)
         startup.debug("kv pool")
-        num_blocks = pool_blocks(model_config, config, max_tokens, dtype, device.type)
+        num_blocks = pool_blocks(model_config, config, max_tokens, dtype, str(device))
         pool = KVPool(model_config, num_blocks, config.block_size, dtype, device)
         startup.debug("model")
         return TorchExecutor(

@@ -196,6 +196,9 @@ def cpu_kernels(config: ModelConfig, dtype: torch.dtype) -> CpuKernels | None:
 def _library() -> tuple[ctypes.CDLL | None, str]:
     """Once per process: a failing compiler is not asked again for every engine."""
     try:
-        return load_library(cache_folder()), ""
-    except BuildError as error:
+        library = load_library(cache_folder())
+        for name in ("qwen3_attention", "qwen3_add_norm", "qwen3_silu_mul"):
+            getattr(library, name)
+    except (BuildError, AttributeError) as error:  # the latter: a damaged file
         return None, str(error)
+    return library, ""
