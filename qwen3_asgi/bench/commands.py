@@ -6,13 +6,16 @@ Imports no benchmark until one is run: the command line must start fast.
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from qwen3_asgi.bench.speed_commands import add_speed_commands
 
 if TYPE_CHECKING:
     import argparse
+
+Options = TypeVar("Options", bound=Any)  # a dataclass
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +154,17 @@ def _add_model(parser: argparse.ArgumentParser, *, prompt_tokens: int) -> None:
     parser.add_argument("--device", default="cpu")
 
 
+def _options(kind: type[Options], arguments: argparse.Namespace, **others: object) -> Options:
+    """The options of a benchmark: each field from the argument of its name, unless given here."""
+    given = {
+        field.name: getattr(arguments, field.name)
+        for field in fields(kind)
+        if hasattr(arguments, field.name)
+    }
+    options: Options = kind(**{**given, **others})
+    return options
+
+
 def _storm(arguments: argparse.Namespace) -> int:
     from qwen3_asgi.bench.storm import StormOptions, run_storm, table
     from qwen3_asgi.bench.storm_server import storm_server
@@ -158,16 +172,7 @@ def _storm(arguments: argparse.Namespace) -> int:
     if sum([arguments.url is not None, arguments.in_process, arguments.server is not None]) != 1:
         print("give one of a URL, --in-process and --server", file=sys.stderr)
         return 2
-    options = StormOptions(
-        model=arguments.model,
-        clients=arguments.clients,
-        kind=arguments.kind,
-        prompt_words=arguments.prompt_words,
-        max_tokens=arguments.max_tokens,
-        random_hang_up=arguments.random_hang_up,
-        seed=arguments.seed,
-        repeat=arguments.repeat,
-    )
+    options = _options(StormOptions, arguments)
     if arguments.url is not None:
         report = run_storm(arguments.url, options)
     else:
@@ -181,13 +186,7 @@ def _seam(arguments: argparse.Namespace) -> int:
     from qwen3_asgi.bench.loops import chosen_loops
     from qwen3_asgi.bench.seam import SeamOptions, run_seam, table, to_json
 
-    reports = run_seam(
-        SeamOptions(
-            loops=chosen_loops(arguments.loop),
-            rounds=arguments.rounds,
-            requests=arguments.requests,
-        )
-    )
+    reports = run_seam(_options(SeamOptions, arguments, loops=chosen_loops(arguments.loop)))
     print(to_json(reports) if arguments.json else table(reports))
     return 0
 
@@ -196,14 +195,7 @@ def _bridge(arguments: argparse.Namespace) -> int:
     from qwen3_asgi.bench.bridge import BridgeOptions, run_bridge, table, to_json
     from qwen3_asgi.bench.loops import chosen_loops
 
-    reports = run_bridge(
-        BridgeOptions(
-            loops=chosen_loops(arguments.loop),
-            readers=arguments.readers,
-            steps=arguments.steps,
-            rounds=arguments.rounds,
-        )
-    )
+    reports = run_bridge(_options(BridgeOptions, arguments, loops=chosen_loops(arguments.loop)))
     print(to_json(reports) if arguments.json else table(reports))
     return 0
 
@@ -211,19 +203,7 @@ def _bridge(arguments: argparse.Namespace) -> int:
 def _chaos(arguments: argparse.Namespace) -> int:
     from qwen3_asgi.bench.chaos import ChaosOptions, run_chaos, table
 
-    report = run_chaos(
-        ChaosOptions(
-            model=arguments.model,
-            minutes=arguments.minutes,
-            clients=arguments.clients,
-            leave=arguments.leave,
-            fail_every=arguments.fail_every,
-            prompts=arguments.prompts,
-            overlap=arguments.overlap,
-            pipelined=arguments.pipelined,
-            seed=arguments.seed,
-        )
-    )
+    report = run_chaos(_options(ChaosOptions, arguments))
     print(report.to_json() if arguments.json else table(report))
     return 0 if report.ok else 1
 
@@ -231,19 +211,7 @@ def _chaos(arguments: argparse.Namespace) -> int:
 def _tiers(arguments: argparse.Namespace) -> int:
     from qwen3_asgi.bench.tiers import TiersOptions, run_tiers, table
 
-    report = run_tiers(
-        TiersOptions(
-            model=arguments.model,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            num_threads=arguments.num_threads,
-            prompt_tokens=arguments.prompt_tokens,
-            repeats=arguments.repeats,
-            host_gib=arguments.host_gib,
-            file_gib=arguments.file_gib,
-            folder=arguments.folder,
-        )
-    )
+    report = run_tiers(_options(TiersOptions, arguments))
     print(report.to_json() if arguments.json else table(report))
     return 0
 
@@ -274,15 +242,7 @@ def _host(arguments: argparse.Namespace) -> int:
 def _scheduler(arguments: argparse.Namespace) -> int:
     from qwen3_asgi.bench.scheduler import SchedulerOptions, run_scheduler, table, to_json
 
-    reports = run_scheduler(
-        SchedulerOptions(
-            live=tuple(arguments.live),
-            max_active=arguments.max_active,
-            rounds=arguments.rounds,
-            iterations=arguments.iterations,
-            sweeps=arguments.sweeps,
-        )
-    )
+    reports = run_scheduler(_options(SchedulerOptions, arguments, live=tuple(arguments.live)))
     print(to_json(reports) if arguments.json else table(reports))
     return 0
 
@@ -291,16 +251,7 @@ def _itl(arguments: argparse.Namespace) -> int:
     from qwen3_asgi.bench.itl import ItlOptions, run_itl, table, to_json
 
     overlap = (False, True) if arguments.overlap is None else (arguments.overlap == "on",)
-    measured = run_itl(
-        ItlOptions(
-            clients=arguments.clients,
-            prompt_tokens=arguments.prompt_tokens,
-            chunk_tokens=arguments.chunk_tokens,
-            prompts=arguments.prompts,
-            overlap=overlap,
-            device=arguments.device,
-        )
-    )
+    measured = run_itl(_options(ItlOptions, arguments, overlap=overlap))
     print(to_json(measured) if arguments.json else table(measured))
     return 0
 
@@ -312,15 +263,7 @@ def _timeline(arguments: argparse.Namespace) -> int:
 
     try:
         if arguments.source is None:
-            trace = record(
-                TimelineOptions(
-                    clients=arguments.clients,
-                    prompt_tokens=arguments.prompt_tokens,
-                    chunk_tokens=arguments.chunk_tokens,
-                    overlap=arguments.overlap,
-                    device=arguments.device,
-                )
-            )
+            trace = record(_options(TimelineOptions, arguments))
         else:
             trace = from_json_lines(arguments.source.read_text(encoding="utf-8").splitlines())
         window = whole(trace)

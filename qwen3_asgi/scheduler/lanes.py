@@ -12,7 +12,7 @@ import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from qwen3_asgi.scheduler.plan import StepResult
+from qwen3_asgi.scheduler.plan import StepResult, result_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -138,12 +138,12 @@ class _Worker:
     def _wait(self) -> None:
         while (begun := self._begun.get()) is not None:
             step = begun.step
-            if not isinstance(step, (StepResult, BaseException)):
-                try:
-                    step = step.result()
-                except BaseException as error:
-                    step = error
-            self._land(begun, step)
+            result: StepResult | BaseException
+            try:
+                result = step if isinstance(step, BaseException) else result_of(step)
+            except BaseException as error:
+                result = error
+            self._land(begun, result)
 
     def _land(self, begun: _Begun, result: StepResult | BaseException) -> None:
         seconds = time.monotonic() - begun.at

@@ -22,8 +22,11 @@ class PendingTokens:
     def settle(self, plan: StepPlan) -> tuple[Sequence[Row], Mapping[RequestId, str]]:
         """The rows to run, with every token written into them, and the errors of those that can't.
 
-        Called when the step begins; rows that were dropped are in neither.
+        Called when the step begins; rows that were dropped are in neither. Only a step that was
+        launched behind another has either kind.
         """
+        if plan.behind is None:
+            return plan.rows, {}
         known = self._tokens if self._step == plan.behind else {}
         ready: list[Row] = []
         errors: dict[RequestId, str] = {}

@@ -132,3 +132,18 @@ class RunningStep(Protocol):
             Exception: as `ModelExecutor.step` does.
         """
         ...
+
+
+def result_of(step: StepResult | RunningStep) -> StepResult:
+    """Wait for what `ModelExecutor.step` has returned, if it is still running.
+
+    Raises:
+        TypeError: it is neither, or comes to something else.
+        Exception: the step failed.
+    """
+    result = step
+    if not isinstance(step, StepResult) and hasattr(step, "result"):
+        result = step.result()
+    if not isinstance(result, StepResult):
+        raise TypeError(f"the executor returned {type(result).__name__}, no StepResult")
+    return result

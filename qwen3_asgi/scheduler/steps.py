@@ -16,7 +16,7 @@ from qwen3_asgi.scheduler.effects import (
 from qwen3_asgi.scheduler.events import Event
 from qwen3_asgi.scheduler.forks import fork_riders
 from qwen3_asgi.scheduler.lanes import LANES
-from qwen3_asgi.scheduler.plan import Row, SampledToken, StepPlan, StepResult
+from qwen3_asgi.scheduler.plan import Row, SampledToken, StepPlan, StepResult, result_of
 from qwen3_asgi.scheduler.planner import ahead_of, decoding, prefill_rows
 from qwen3_asgi.scheduler.request import Limits, Request, State
 
@@ -171,8 +171,7 @@ class Steps:
         begin = step.begun = self._clock()
         self._running = step
         try:
-            result = self._executor.step(step.plan)
-            return result if isinstance(result, StepResult) else result.result()
+            return result_of(self._executor.step(step.plan))
         except Exception as error:
             return error
         finally:
@@ -210,10 +209,8 @@ class Steps:
             BaseException: the executor raised something that is no error of a step.
         """
         if not isinstance(result, StepResult):
-            if isinstance(result, BaseException) and not isinstance(result, Exception):
-                raise result
             if not isinstance(result, Exception):
-                result = TypeError(f"the executor returned {type(result).__name__}, no StepResult")
+                raise result
             self._fail(step, result)
             return
         self._failures = 0

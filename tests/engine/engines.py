@@ -17,7 +17,7 @@ from qwen3_asgi.testing.fake_executor import generate
 from tests.text.toy import toy_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from qwen3_asgi.engine.engine import Engine
 
@@ -28,6 +28,12 @@ LONG = SamplingParams(max_tokens=3000, ignore_eos=True)
 
 def tokens(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, ignore_eos=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(GUARD_SECONDS):
+        while not condition():
+            await anyio.lowlevel.checkpoint()
 
 
 def executor(*, num_kv_blocks: int = 4096, max_context_tokens: int = 4096) -> FakeExecutor:

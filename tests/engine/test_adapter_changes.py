@@ -22,6 +22,7 @@ from tests.engine.engines import (
     settle,
     tokens,
     toy_engine,
+    until,
 )
 
 if TYPE_CHECKING:
@@ -36,12 +37,6 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, Path]:
     return {name: write_adapter(tmp_path / name, name) for name in ("one", "two", "three")}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(GUARD_SECONDS):
-        while not condition():
-            await anyio.lowlevel.checkpoint()
 
 
 def handed_over(engine: Engine) -> int:

@@ -37,6 +37,7 @@ from tests.engine.engines import (
     tokens,
     toy_engine,
 )
+from tests.hosts.server import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -307,19 +308,21 @@ def test_a_loop_that_closes_with_a_wake_up_pending_is_noticed() -> None:
     reason="anyio itself keeps each asyncio loop that ran a thread, until 4.15",
 )
 def test_an_engine_keeps_no_event_loop_alive() -> None:
-    engine = toy_engine()
-
     def use_a_loop() -> weakref.ref[asyncio.AbstractEventLoop]:
         loop = asyncio.new_event_loop()
         loop.run_until_complete(engine.generate(prompt="hello", params=tokens(3)))
         loop.close()
         return weakref.ref(loop)
 
-    reference = use_a_loop()
-    assert_idle(engine)
-    gc.collect()
-    assert reference() is None
-    engine.stop_sync()
+    def collected() -> bool:
+        gc.collect()
+        return reference() is None
+
+    with toy_engine() as engine:
+        reference = use_a_loop()
+        assert_idle(engine)
+        # The scheduler thread may be about to leave the delivery, whose frame still holds the loop.
+        wait_until(collected, "the loop is collected")
 
 
 # ---- the delivery alone ----

@@ -189,7 +189,7 @@ def test_the_model_says_the_same_with_and_without(
 # ---- ends ----
 
 
-def test_stop_ends_what_is_in_flight_on_both_lanes() -> None:
+def test_stop_ends_what_is_in_flight_on_both_lanes(overlap: list[Scheduler]) -> None:
     fake = executor()
     gate = Gate(fake)
     engine = toy_engine(fake, EngineConfig(max_prefill_tokens=16))
@@ -208,7 +208,9 @@ def test_stop_ends_what_is_in_flight_on_both_lanes() -> None:
             list(handle.read_sync())
     stopping.join(GUARD_SECONDS)
     assert engine.state == "stopped"
-    assert len({row.step for row in fake.rows}) == 3
+    # A step that was launched ahead may begin before the stop is seen.
+    ahead = int(overlap[0]._steps._pipelined)
+    assert 3 <= len({row.step for row in fake.rows}) <= 3 + ahead
     assert not any(thread.name.endswith(" lane") for thread in threading.enumerate())
 
 

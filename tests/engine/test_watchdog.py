@@ -7,8 +7,6 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-import anyio
-import anyio.lowlevel
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
@@ -16,11 +14,17 @@ from prometheus_client import CollectorRegistry
 from qwen3_asgi.app import create_app
 from qwen3_asgi.config import EngineConfig
 from qwen3_asgi.engine.watchdog import Watchdog
-from tests.engine.engines import GUARD_SECONDS, Gate, executor, running, settle, tokens, toy_engine
+from tests.engine.engines import (
+    Gate,
+    executor,
+    running,
+    settle,
+    tokens,
+    toy_engine,
+    until,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from qwen3_asgi.engine.engine import Engine
 
 SOON = 0.01
@@ -78,12 +82,6 @@ def test_each_long_step_is_reported_once_with_its_stack(caplog: pytest.LogCaptur
     steps.now += 31
     dog.look(30.0, ident)
     assert reports == [1000.0, steps.now]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(GUARD_SECONDS):
-        while not condition():
-            await anyio.lowlevel.checkpoint()
 
 
 def watching(engine: Engine) -> threading.Thread | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qwen3_asgi.scheduler.control import load_adapter, unload_adapter
 from qwen3_asgi.scheduler.lanes import Landed, Lane
 from qwen3_asgi.scheduler.loop import Scheduler
-from qwen3_asgi.scheduler.plan import StepResult
+from qwen3_asgi.scheduler.plan import StepResult, result_of
 from qwen3_asgi.scheduler.request import Request, State
 from qwen3_asgi.testing.fake_executor import FakeExecutor, generate
 from qwen3_asgi.testing.fake_tiers import FakeTiers
@@ -121,8 +121,7 @@ class HandLanes:
                 del self.running[lane]
             result: StepResult | Exception
             try:
-                step = self._executor.step(plan)
-                result = step if isinstance(step, StepResult) else step.result()
+                result = result_of(self._executor.step(plan))
             except Exception as error:
                 result = error
             self._landed.append(Landed(lane, plan, result, 0.0))

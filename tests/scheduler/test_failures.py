@@ -332,3 +332,21 @@ def test_whoever_waits_for_its_parent_gets_an_end_when_the_tiers_end_the_loop(
     with pytest.raises(Broken):
         scheduler.run()
     assert {harness.end(name).reason for name in ("parent", "fork", "other")} == {"error"}
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_a_result_that_is_none_fails_its_step_and_says_so(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(overlap=overlap)
+    harness.submit("a", 5)
+    monkeypatch.setattr(harness.executor, "step", lambda plan: None)
+    harness.step()
+    harness.land()
+    harness.step()
+    assert harness.end("a").reason == "error"
+    assert "the executor returned NoneType, no StepResult" in str(harness.end("a").error)
+    monkeypatch.undo()
+    harness.submit("b", 5)
+    harness.run_all()
+    assert harness.tokens("b") == harness.expected("b", 4)
