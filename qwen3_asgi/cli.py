@@ -96,6 +96,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-prefill-tokens", type=int, default=512)
     parser.add_argument("--max-context-tokens", type=int, default=None)
     parser.add_argument("--num-kv-blocks", type=int, default=None)
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        help="the part of the card that may be in use, by whomever, when the KV pool is there",
+    )
     parser.add_argument("--num-threads", type=int, default=None)
     parser.add_argument("--served-model-name", default=None)
     parser.add_argument(
@@ -109,6 +115,14 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--pipelined",
         action="store_true",
         help="with --overlap: launch a decode step before the last one's tokens are known",
+    )
+    parser.add_argument(
+        "--quantization", choices=["int8"], help="keep the weights in 8 bits (CPU only)"
+    )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="the same logits to the last bit whatever else is in the batch",
     )
     parser.add_argument(
         "--host-kv-gib", type=float, default=0.0, help="host memory for evicted KV blocks"
@@ -127,11 +141,14 @@ def _engine(arguments: argparse.Namespace) -> Engine:
         max_prefill_tokens=arguments.max_prefill_tokens,
         max_context_tokens=arguments.max_context_tokens,
         num_kv_blocks=arguments.num_kv_blocks,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
         num_threads=arguments.num_threads,
         served_model_name=arguments.served_model_name,
         load_format=arguments.load_format,
+        quantization=arguments.quantization,
         overlap=arguments.overlap,
         pipelined=arguments.pipelined,
+        batch_invariant=arguments.batch_invariant,
         host_kv_gib=arguments.host_kv_gib,
         kv_file=arguments.kv_file,
         kv_file_gib=arguments.kv_file_gib,

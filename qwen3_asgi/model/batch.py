@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from qwen3_asgi.model.kv import Stretch, stretches
+from qwen3_asgi.model.upload import send, upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,9 +107,9 @@ def build_batch(
             )
         last_rows.append(len(token_ids) - 1)
     return Batch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        token_ids=upload(token_ids, torch.int64, device),
+        positions=upload(positions, torch.int64, device),
+        slots=upload(slots, torch.int64, device),
         segments=tuple(segments),
         paged=_paged(spans, tables, block_size, device) if paged else None,
         last_position=max(positions),
@@ -118,8 +119,8 @@ def build_batch(
 
 def _paged(spans: list[int], tables: array[int], block_size: int, device: torch.device) -> Paged:
     return Paged(
-        torch.tensor(spans, dtype=torch.int64, device=device).view(-1, 4),
-        torch.frombuffer(tables, dtype=torch.int32).to(device),
+        upload(spans, torch.int64, device).view(-1, 4),
+        send(torch.frombuffer(tables, dtype=torch.int32), device),
         block_size,
     )
 

@@ -19,6 +19,7 @@ HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+STORED_FLOAT8 = "F8_E4M3"
 
 
 def find_folder(model: str | Path) -> Path:
@@ -105,14 +106,25 @@ class Checkpoint:
         Raises:
             ModelLoadError: there is no such tensor, or it has another type.
         """
-        if name not in self._file_of:
+        stored = self.stored_type(name)
+        if stored is None:
             raise ModelLoadError(f"{self._folder}: tensor {name!r} is missing")
-        stored = self._header(name).get_dtype()
         if stored not in DTYPES:
-            raise ModelLoadError(
-                f"{self._where(name)}: type {stored} is not supported, only {', '.join(DTYPES)}"
-            )
+            message = f"type {stored} is not supported, only {', '.join(DTYPES)}"
+            if stored == STORED_FLOAT8:
+                message += (
+                    f"; {stored} is for projections, in a checkpoint whose config.json has a "
+                    "quantization_config with quant_method 'fp8'"
+                )
+            raise ModelLoadError(f"{self._where(name)}: {message}")
         return DTYPES[stored]
+
+    def stored_type(self, name: str) -> str | None:
+        """Return the type of one tensor as safetensors calls it; None if it is not there."""
+        if name not in self._file_of:
+            return None
+        stored: str = self._header(name).get_dtype()
+        return stored
 
     def _where(self, name: str) -> str:
         return f"{self._folder / self._file_of[name]}: tensor {name!r}"

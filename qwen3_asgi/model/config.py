@@ -10,19 +10,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from qwen3_asgi.errors import ModelLoadError
+from qwen3_asgi.model.fp8.config import parse_quantization
 from qwen3_asgi.model.rope_config import RopeConfig, parse_rope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-SUPPORTED = "supported are dense Qwen3 checkpoints (Qwen3ForCausalLM) in bf16, fp16 or fp32"
+SUPPORTED = (
+    "supported are dense Qwen3 checkpoints (Qwen3ForCausalLM) in bf16, fp16, fp32 or block-wise fp8"
+)
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a dense Qwen3 model. `dtype` is the checkpoint's, None when it does not say."""
+    """The shape of a dense Qwen3 model. `dtype` is the checkpoint's, None when it does not say.
+
+    `fp8`: matrices may be stored as float8 blocks, and `dtype` is that of what is not.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -37,6 +43,7 @@ class ModelConfig:
     rope: RopeConfig
     dtype: str | None
     eos_token_ids: tuple[int, ...]
+    fp8: bool = False
 
     @property
     def max_context_tokens(self) -> int:
@@ -118,6 +125,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         rope=parse_rope(raw, positions),
         dtype=_dtype(raw),
         eos_token_ids=_token_ids(raw.get("eos_token_id")),
+        fp8=parse_quantization(raw),
     )
 
 
@@ -168,11 +176,6 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             raise ModelLoadError(f"architecture {', '.join(map(str, architectures))}: {SUPPORTED}")
     elif model_type != "qwen3":
         raise ModelLoadError(f"model_type {model_type!r}: {SUPPORTED}")
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ModelLoadError(
-            f"quantization_config ({method or 'unnamed'}) is not supported; {SUPPORTED}"
-        )
     if raw.get("use_sliding_window") and raw.get("sliding_window"):
         raise ModelLoadError(f"use_sliding_window is not supported; {SUPPORTED}")
     other_layers = set(raw.get("layer_types") or ()) - {"full_attention"}

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from qwen3_asgi.model.batch import build_batch
-from qwen3_asgi.model.checkpoint import Checkpoint
 from qwen3_asgi.model.config import ModelConfig, load_generation_defaults, load_model_config
+from qwen3_asgi.model.cuda.steps import open_steps
 from qwen3_asgi.model.dummy import DummyCheckpoint
+from qwen3_asgi.model.fp8.checkpoint import open_checkpoint
+from qwen3_asgi.model.heap import give_back
+from qwen3_asgi.model.invariant import invariant_linear, invariant_operators, order_of
 from qwen3_asgi.model.kv import KVPool
 from qwen3_asgi.model.lora import AdaptedRows, Adapter
 from qwen3_asgi.model.memory import choose_device, choose_dtype, choose_threads, pool_blocks
+from qwen3_asgi.model.quantization import choose_linear
 from qwen3_asgi.model.qwen3 import Qwen3
 from qwen3_asgi.model.sampler import RowError, Sampler
 from qwen3_asgi.model.shapes import DEFAULTS as DUMMY_DEFAULTS
 from qwen3_asgi.model.streams import ThreadStreams
 from qwen3_asgi.model.tiers import open_tiers
+from qwen3_asgi.model.upload import upload
 from qwen3_asgi.model.weights import EMBEDDING, load_weights
 from qwen3_asgi.scheduler.pending import PendingTokens
 from qwen3_asgi.scheduler.plan import SampledToken, StepResult
@@ -31,9 +36,10 @@ if TYPE_CHECKING:
     from qwen3_asgi.config import EngineConfig
     from qwen3_asgi.model.batch import Batch
     from qwen3_asgi.model.config import GenerationDefaults
+    from qwen3_asgi.model.cuda.steps import CudaSteps
     from qwen3_asgi.model.tiers import TorchTiers
     from qwen3_asgi.scheduler.executor import KVTiers, ModelExecutor
-    from qwen3_asgi.scheduler.plan import RequestId, Row, StepPlan
+    from qwen3_asgi.scheduler.plan import RequestId, Row, RunningStep, StepPlan
 
 logger = logging.getLogger(__name__)
 # Says when each stage of a start begins, see `engine.loading`.
@@ -58,6 +64,8 @@ class TorchExecutor:
         device: torch.device,
         dtype: torch.dtype,
         tiers: TorchTiers | None = None,
+        batch_invariant: bool = False,
+        cuda: CudaSteps | None = None,
     ) -> None:
         self.model_config = model_config
         self.generation_defaults = generation_defaults
@@ -66,6 +74,8 @@ class TorchExecutor:
         self._loaded: tuple[Qwen3, KVPool] | None = (model, pool)
         self._sampler = sampler
         self._tiers = tiers
+        self._batch_invariant = batch_invariant
+        self._cuda = cuda
         self._adapters: dict[str, Adapter] = {}
         self._pending = PendingTokens()
         self._streams = ThreadStreams(device)
@@ -93,8 +103,8 @@ class TorchExecutor:
         if self._tiers is not None:
             self._tiers.wake = wake
 
-    def step(self, plan: StepPlan) -> StepResult:
-        """Forward every row and sample where asked.
+    def step(self, plan: StepPlan) -> StepResult | RunningStep:
+        """Forward every row and sample where asked; on CUDA mostly without waiting for the device.
 
         Raises:
             ValueError: a row that cannot be run; nothing was written then.
@@ -102,8 +112,10 @@ class TorchExecutor:
             RuntimeError: the executor is closed, or torch failed.
         """
         try:
-            with self._streams.own():
-                return self._step(plan)
+            with self._streams.own() as turn:
+                step = self._step(plan)
+                turn.waits = isinstance(step, StepResult)
+                return step
         except torch.OutOfMemoryError as error:
             message = str(error)
         # Only here: the error's traceback held what the step had computed so far.
@@ -116,7 +128,12 @@ class TorchExecutor:
         )
 
     @torch.inference_mode()
-    def _step(self, plan: StepPlan) -> StepResult:
+    def _step(self, plan: StepPlan) -> StepResult | RunningStep:
+        if self._cuda is not None:
+            if not self._cuda.decode.takes(plan):
+                return self._cuda.step(plan, self._forward)
+            with self._writing():
+                return self._cuda.decode.step(plan)
         if plan.kind == "prefill":
             return self._run(plan.rows)
         rows, missing = self._pending.settle(plan)
@@ -148,8 +165,9 @@ class TorchExecutor:
     @torch.inference_mode()
     def forward_logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """Forward rows like `step` and return every token's logits, float32 `[T, vocab]`."""
-        _, hidden, model = self._forward(rows)
-        return model.logits(hidden)
+        with self._streams.own():
+            _, hidden, model = self._forward(rows)
+            return model.logits(hidden)
 
     def load_adapter(self, name: str, adapter: object) -> None:
         """Make an adapter of `lora.read_adapter` known.
@@ -159,7 +177,10 @@ class TorchExecutor:
         """
         if not isinstance(adapter, Adapter):
             raise TypeError(f"adapter {name!r} is a {type(adapter).__name__}, no Adapter")
-        self._adapters[name] = adapter.to(self.device, self.dtype)
+        adapter = adapter.to(self.device, self.dtype)
+        if self._batch_invariant:
+            adapter = adapter.multiplied_by(invariant_linear)
+        self._adapters[name] = adapter
 
     def unload_adapter(self, name: str) -> None:
         del self._adapters[name]
@@ -176,7 +197,7 @@ class TorchExecutor:
     def close(self) -> None:
         if self._tiers is not None:
             self._tiers.close()
-        self._loaded = None
+        self._loaded = self._cuda = None
 
     def _open(self) -> tuple[Qwen3, KVPool]:
         if self._loaded is None:
@@ -195,7 +216,10 @@ class TorchExecutor:
         finally:
             self._tiers.after_step()
 
-    def _forward(self, rows: Sequence[Row]) -> tuple[Batch, torch.Tensor, Qwen3]:
+    def _forward(
+        self, rows: Sequence[Row], change: Callable[[Batch], None] | None = None
+    ) -> tuple[Batch, torch.Tensor, Qwen3]:
+        """Run the layers; `change` is called with the batch before."""
         model, pool = self._open()
         batch = build_batch(
             rows,
@@ -207,6 +231,8 @@ class TorchExecutor:
             paged=model.operators.reads_tables,
         )
         adapted = self._adapted(rows)
+        if change is not None:
+            change(batch)
         with self._writing():
             return batch, model.forward(batch, pool, adapted), model
 
@@ -220,7 +246,7 @@ class TorchExecutor:
                 found.setdefault(row.adapter, []).extend(range(first, end))
             first = end
         return [
-            AdaptedRows(self._adapters[name], torch.tensor(indices, device=self.device))
+            AdaptedRows(self._adapters[name], upload(indices, torch.int64, self.device))
             for name, indices in found.items()
         ]
 
@@ -252,7 +278,7 @@ def load_executor(
     threads = choose_threads(config.num_threads, model_config, device.type)
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoint = Checkpoint(folder) if config.load_format == "auto" else None
+    checkpoint = open_checkpoint(folder, model_config) if config.load_format == "auto" else None
     stored = model_config.dtype or (
         "bfloat16" if checkpoint is None else checkpoint.dtype_name(EMBEDDING)
     )
@@ -262,22 +288,47 @@ def load_executor(
     max_tokens = model_config.max_context_tokens
     if config.max_context_tokens is not None:
         max_tokens = min(max_tokens, config.max_context_tokens)
-    with torch.inference_mode():
+    operators = None
+    # What else than the weights makes kept KV blocks what they are.
+    ways: str | None = config.quantization
+    linear = choose_linear(config.quantization, device, invariant=config.batch_invariant)
+    if config.batch_invariant:
+        operators = invariant_operators(model_config, dtype, device)
+        ways = f"{ways} {order_of(operators, dtype, device)}"
+    # Kernels are launched on the current device, which is another thread's business elsewhere.
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with torch.inference_mode(), current:
         startup.debug("weights")
         source = checkpoint or DummyCheckpoint(model_config, dtype, device)
-        weights = load_weights(source, model_config, dtype, device)
+        weights = load_weights(source, model_config, dtype, device, linear)
+        give_back()
         startup.debug("kv pool")
         num_blocks = pool_blocks(model_config, config, max_tokens, dtype, str(device))
         pool = KVPool(model_config, num_blocks, config.block_size, dtype, device)
         startup.debug("model")
+        model = Qwen3(model_config, weights, operators)
+        sampler = Sampler(model_config.vocab_size, owned_token_ids, device)
+        cuda = None
+        if device.type == "cuda":
+            startup.debug("graphs")
+            cuda = open_steps(
+                model,
+                pool,
+                model_config,
+                sampler.unowned,
+                max_batch=config.max_batch,
+                max_tokens=max_tokens,
+            )
         return TorchExecutor(
-            Qwen3(model_config, weights),
+            model,
             pool,
-            Sampler(model_config.vocab_size, owned_token_ids, device),
+            sampler,
             model_config=model_config,
             generation_defaults=defaults,
             max_context_tokens=max_tokens,
             device=device,
             dtype=dtype,
-            tiers=open_tiers(folder, source.file_names, model_config, config, pool),
+            tiers=open_tiers(folder, source.file_names, model_config, config, pool, ways),
+            batch_invariant=config.batch_invariant,
+            cuda=cuda,
         )

@@ -18,13 +18,15 @@ SAMPLES = 4
 SAMPLE_BYTES = 1024
 
 
-def fingerprint(folder: Path, weight_files: list[str]) -> str:
+def fingerprint(folder: Path, weight_files: list[str], order: str | None = None) -> str:
     """A digest of `config.json`, of the weights' files' names, sizes and headers, and of samples.
+
+    `order` tells apart those that compute with the same weights in ways that matter.
 
     Raises:
         ModelLoadError: a file can't be read.
     """
-    digest = blake2b(digest_size=16, person=b"qwen3-weights")
+    digest = blake2b((order or "").encode(), digest_size=16, person=b"qwen3-weights")
     try:
         digest.update((folder / "config.json").read_bytes())
         for name in weight_files:

@@ -6,10 +6,57 @@ same product runs at half of it, which is half the speed of decoding.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch.nn import functional
 
 PACK_DTYPE = torch.bfloat16
+
+
+class LinearLayer(Protocol):
+    """A matrix `[out, in]`, its `shape`. Used by several threads at once."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`x @ weight.T` for `x` `[T, in]` in the model's dtype; returns `[T, out]`."""
+        ...
+
+
+class Table(Protocol):
+    """A matrix whose rows are looked up: the embedding `[vocab, hidden]`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` (int64 `[T]`): `[T, hidden]`, the caller's own."""
+        ...
+
+
+class PlainTable:
+    """A `Table` that is a tensor."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(ids, self.weight)
 
 
 class Linear:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from qwen3_asgi.model.config import ModelConfig
 
+    # [T, in] -> [T, out]
+    Product = Callable[[torch.Tensor], torch.Tensor]
+
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 256
@@ -54,14 +57,25 @@ FUSED = {
 
 class Part(NamedTuple):
     """One adapted module: `a` `[r, in]`, `b` `[out, r]` times the scale, for the fused layer's
-    columns from `start` on."""
+    columns from `start` on. `products` are what multiplies with both, if that is not torch."""
 
     a: torch.Tensor
     b: torch.Tensor
     start: int
+    products: tuple[Product, Product] | None = None
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Part:
         return Part(self.a.to(device, dtype), self.b.to(device, dtype), self.start)
+
+    def multiplied_by(self, linear: Callable[[torch.Tensor], Product]) -> Part:
+        return self._replace(products=(linear(self.a), linear(self.b)))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` `[n, in]` to `[n, out]`."""
+        if self.products is None:
+            return (x @ self.a.T) @ self.b.T
+        first, second = self.products
+        return second(first(x))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +92,16 @@ class Adapter:
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Adapter:
+        return self._each(lambda part: part.to(device, dtype))
+
+    def multiplied_by(self, linear: Callable[[torch.Tensor], Product]) -> Adapter:
+        """With products that `linear` makes of a matrix `[out, in]`, in place of torch's."""
+        return self._each(lambda part: part.multiplied_by(linear))
+
+    def _each(self, change: Callable[[Part], Part]) -> Adapter:
         return Adapter(
             tuple(
-                {
-                    fused: tuple(part.to(device, dtype) for part in parts)
-                    for fused, parts in layer.items()
-                }
+                {fused: tuple(map(change, parts)) for fused, parts in layer.items()}
                 for layer in self.layers
             )
         )
@@ -105,9 +123,8 @@ def add_adapters(
         if not parts:
             continue
         own = x.index_select(0, rows)
-        for a, b, start in parts:
-            delta = (own @ a.T) @ b.T
-            y.narrow(1, start, len(b)).index_add_(0, rows, delta)
+        for part in parts:
+            y.narrow(1, part.start, len(part.b)).index_add_(0, rows, part(own))
 
 
 def read_adapter(read: Callable[[str, int], bytes], config: ModelConfig) -> tuple[Adapter, str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qwen3_asgi.errors import ModelLoadError
-from qwen3_asgi.model.cuda.capacity import card_memory, pool_budget
+from qwen3_asgi.model.cuda.capacity import card_memory, pool_budget, step_bytes
 from qwen3_asgi.model.kv import bytes_per_block
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ GIB = 2**30
 # The engine is a guest in somebody's web process, on a machine that others share.
 CPU_POOL_FRACTION = 0.25
 CPU_POOL_CAP_BYTES = 4 * GIB
-# Of the whole card, whoever uses it; see `capacity.pool_budget`.
-CUDA_UTILIZATION = 0.9
 # Below this many weights a CPU step is bound by the cost of calling operators: bf16 gains nothing
 # and float32 is exact; a second thread gains little, and waits in a busy loop for its part of each
 # operator, which stalls both as soon as the host has other work for the cores.
@@ -35,7 +33,7 @@ def choose_device(name: str) -> torch.device:
         ModelLoadError: the name is unknown, or the device is not there.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -44,6 +42,9 @@ def choose_device(name: str) -> torch.device:
         raise ModelLoadError(f"device {name!r} is unknown; use 'auto', 'cpu' or 'cuda[:n]'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelLoadError(f"device {name!r} is not available here")
+    if device.type == "cuda" and device.index is None:
+        # Without a number it would be whatever is current on the thread that asks.
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
@@ -73,7 +74,8 @@ def pool_blocks(
     """Return how many KV blocks to allocate.
 
     `settings.num_kv_blocks` if given; else enough for `max_batch` sequences of `max_tokens`, but
-    at most a part of the free memory (on a CPU a quarter of it, and 4 GiB or one such sequence).
+    at most a part of the free memory: on a CPU a quarter of it, and 4 GiB or one such sequence; on
+    CUDA what `settings.gpu_memory_utilization` leaves.
 
     Raises:
         ModelLoadError: not even one block fits.
@@ -87,7 +89,11 @@ def pool_blocks(
         cap = max(CPU_POOL_CAP_BYTES, block * longest)
         budget = min(int(available_bytes() * CPU_POOL_FRACTION), cap)
     else:
-        budget = pool_budget(card_memory(torch.device(device)), CUDA_UTILIZATION)
+        budget = pool_budget(
+            card_memory(torch.device(device)),
+            settings.gpu_memory_utilization,
+            step_bytes(config, settings, max_tokens, dtype),
+        )
     fitting = budget // block
     if fitting < 1:
         raise ModelLoadError(f"no memory for one KV block of {block} bytes; {budget} may be used")

@@ -53,6 +53,7 @@ class TorchOperators:
     """In torch's own operations."""
 
     reads_tables = False
+    _attend = staticmethod(attend)
 
     def __init__(self, num_heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
         self._num_heads = num_heads
@@ -76,7 +77,7 @@ class TorchOperators:
             queries, keys = qk[:, : self._num_heads], qk[:, self._num_heads :]
             values = qkv[:, rotated:]
             kv.write(batch.slots, keys, values)
-            return attend(queries, keys, values, kv, batch.segments)
+            return self._attend(queries, keys, values, kv, batch.segments)
 
         return run
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qwen3_asgi.model.checkpoint import Checkpoint
 from qwen3_asgi.model.dummy import DummyCheckpoint
+from qwen3_asgi.model.fp8.checkpoint import open_checkpoint
+from qwen3_asgi.model.probes import clock
 from qwen3_asgi.model.weights import LM_HEAD, tensor_shapes
 
 if TYPE_CHECKING:
@@ -64,7 +65,11 @@ class PlainLoop:
         }
         self._hf_config = transformers.Qwen3Config(**raw)
         self._hf_config._attn_implementation = "sdpa"
-        source = DummyCheckpoint(config, dtype, device) if folder is None else Checkpoint(folder)
+        source = (
+            DummyCheckpoint(config, dtype, device)
+            if folder is None
+            else open_checkpoint(folder, config)
+        )
         state = {
             name: source.read(name).to(device, dtype)
             for name in tensor_shapes(config)
@@ -119,6 +124,45 @@ class PlainLoop:
         cache = self._cache_type(config=self._hf_config)
         return int(self.decode(ids, cache)[0, 0])
 
+    def peer(self) -> LoopPeer:
+        """This loop under a stopwatch."""
+        return LoopPeer(self)
+
     def first(self, batch: int) -> torch.Tensor:
         """Some tokens to begin with, `[batch, 1]`."""
         return torch.ones((batch, 1), dtype=torch.int64, device=self._device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+
+class LoopPeer:
+    """A `stepping.StepPeer`. The cache is cut back after each step."""
+
+    name = "transformers"
+
+    def __init__(self, loop: PlainLoop) -> None:
+        self._loop = loop
+        self._cache: Any = None
+        self._ids = loop.first(1)
+
+    def prepare(self, batch: int, context: int) -> None:
+        self._cache = None  # before the next one is made
+        self._cache = self._loop.cache(batch, context - 1)
+        self._ids = self._loop.first(batch)
+
+    def decode(self) -> float:
+        begin = clock(self._loop.device)
+        self._loop.decode(self._ids, self._cache)
+        seconds = clock(self._loop.device) - begin
+        self._cache.crop(-1)
+        return seconds
+
+    def prefill(self, prompt: list[int]) -> float:
+        begin = clock(self._loop.device)
+        self._loop.prefill(prompt)
+        return clock(self._loop.device) - begin
+
+    def close(self) -> None:
+        self._cache = None

@@ -75,10 +75,15 @@ def linear_weights(config: ModelConfig) -> int:
     return config.num_parameters - embedding
 
 
-def step_bytes(config: ModelConfig, dtype: torch.dtype, batch: int, context: int) -> int:
-    """What a decode step must read: every matrix once, and the keys and values of its rows."""
+def step_bytes(
+    config: ModelConfig, weight_bytes: int, kv_bytes: int, batch: int, context: int
+) -> int:
+    """What a decode step must read: every matrix once, and the keys and values of its rows.
+
+    `weight_bytes` and `kv_bytes` are those of one value.
+    """
     kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * batch * context
-    return (linear_weights(config) + kv) * dtype.itemsize
+    return linear_weights(config) * weight_bytes + kv * kv_bytes
 
 
 def forward_flops(config: ModelConfig, tokens: int, keys: int, sampled: int) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
-from torch.nn import functional
-
 from qwen3_asgi.model.cpu.kernels import cpu_kernels
+from qwen3_asgi.model.cuda.choosing import cuda_operators
 from qwen3_asgi.model.lora import add_adapters
 from qwen3_asgi.model.operators import TorchOperators
 from qwen3_asgi.model.rope import RotaryTable
+from qwen3_asgi.model.self_check import find_fault
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
     from qwen3_asgi.model.batch import Batch
     from qwen3_asgi.model.config import ModelConfig
     from qwen3_asgi.model.kv import KVPool
+    from qwen3_asgi.model.linear import Table
     from qwen3_asgi.model.lora import AdaptedRows
     from qwen3_asgi.model.operators import Operators
     from qwen3_asgi.model.weights import ModelWeights
+
+logger = logging.getLogger(__name__)
 
 
 class Qwen3:
@@ -52,7 +56,7 @@ class Qwen3:
         layers = weights.layers
         # Each sum is normed at once for whoever reads it next.
         norms_after = (*(layer.input_norm for layer in layers[1:]), weights.final_norm)
-        x = functional.embedding(batch.token_ids, weights.embedding)
+        x = weights.embedding.rows(batch.token_ids)
         normed = operators.norm(x, layers[0].input_norm)
         for index, (layer, kv, norm_after) in enumerate(
             zip(layers, pool.layers, norms_after, strict=True)
@@ -76,11 +80,25 @@ class Qwen3:
         return self._weights.lm_head(hidden).float()
 
 
-def choose_operators(config: ModelConfig, embedding: Tensor) -> Operators:
-    """The fastest operators for a model in the dtype and on the device of its embedding."""
+def choose_operators(config: ModelConfig, embedding: Table) -> Operators:
+    """The fastest operators for a model in the dtype and on the device of its embedding.
+
+    For batch-invariant ones see `invariant.invariant_operators`.
+    """
     plain = TorchOperators(
         config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
     )
-    if embedding.device.type != "cpu":
+    device, dtype = embedding.device, embedding.dtype
+    choose = cpu_kernels if device.type == "cpu" else cuda_operators
+    kernels: Operators | None = choose(config, dtype)
+    if kernels is None:
         return plain
-    return cpu_kernels(config, embedding.dtype) or plain
+    fault = find_fault(kernels, plain, config, dtype, device)
+    if fault is None:
+        return kernels
+    logger.warning(
+        "%s: not used, for they were wrong on trial (%s); steps run in plain torch, slower",
+        type(kernels).__name__,
+        fault,
+    )
+    return plain

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from qwen3_asgi.model.sums import log_sum_exp
 from qwen3_asgi.model.truncation import Ranked, draw, rank
 from qwen3_asgi.model.uniform import uniform
 from qwen3_asgi.scheduler.plan import SampledToken
@@ -47,6 +48,11 @@ class Sampler:
         unowned[ids] = False
         self._unowned = unowned.nonzero().flatten().to(device)
 
+    @property
+    def unowned(self) -> Tensor:
+        """Ids that are never chosen, int64."""
+        return self._unowned
+
     def sample(self, logits: Tensor, specs: Sequence[SampleSpec]) -> list[SampledToken | RowError]:
         """Return one entry per row.
 
@@ -86,7 +92,7 @@ class _Note(NamedTuple):
         count = spec.sampling.logprobs
         if count is None:
             return cls()
-        log_sum = float(row.logsumexp(0))
+        log_sum = float(log_sum_exp(row))
         if count == 0:
             return cls(log_sum)
         best = rank(row.index_fill(0, unowned, NEGATIVE_INFINITY), count)

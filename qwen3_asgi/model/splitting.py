@@ -1,7 +1,8 @@
 """Where the time of an executor's step goes, seen by stopwatches around its parts.
 
 Stopwatches cost time themselves, so totals are to be taken without them. On CUDA each part is
-bracketed by events on the stream; a step that is replayed as a graph has no parts.
+bracketed by events on the stream, and what is split are the operations of a step that runs without
+graphs, with the host's sampler.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def split(executor: TorchExecutor) -> Iterator[Stopwatches]:
     """
     model, _ = executor._open()
     weights, operators, sampler = model._weights, model.operators, executor._sampler
+    cuda = executor._cuda
     watches = Stopwatches(executor.device)
 
     def timed(linear: Any) -> Any:
@@ -122,7 +124,9 @@ def split(executor: TorchExecutor) -> Iterator[Stopwatches]:
     model._weights = replace(weights, layers=layers, lm_head=timed(weights.lm_head))
     model.operators = cast("Operators", _TimedOperators(operators, watches))
     executor._sampler = cast("Any", _Timed(sampler, watches, sample="sampling"))
+    executor._cuda = None  # graphs have no parts
     try:
         yield watches
     finally:
         model._weights, model.operators, executor._sampler = weights, operators, sampler
+        executor._cuda = cuda

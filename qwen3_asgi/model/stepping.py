@@ -6,13 +6,15 @@ others are copies, each in memory of its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
 
 from qwen3_asgi.model.executor import TorchExecutor
 from qwen3_asgi.model.plain_loop import PlainLoop
 from qwen3_asgi.model.probes import Probes, clock, forward_flops, step_bytes
 from qwen3_asgi.model.splitting import PARTS, split
-from qwen3_asgi.scheduler.plan import RequestId, Row, SampleSpec, Sampling, StepPlan
+from qwen3_asgi.scheduler.plan import RequestId, Row, SampleSpec, Sampling, StepPlan, result_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,36 +24,73 @@ if TYPE_CHECKING:
     from qwen3_asgi.scheduler.plan import RowKind
 
 WARM_UP_STEPS = 2
+MADE_UP_VALUES = 2**22
+
+
+class StepPeer(Protocol):
+    """What is measured beside the executor. Times are in seconds."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, batch: int, context: int) -> None:
+        """The next `decode` is over `batch` sequences of `context` tokens, the new ones included;
+        later ones may be some tokens longer."""
+        ...
+
+    def decode(self) -> float: ...
+
+    def prefill(self, prompt: list[int]) -> float: ...
+
+    def close(self) -> None: ...
 
 
 class Decoding(NamedTuple):
-    """Seconds: `plain` of whole steps, `peer` of transformers' (empty without it), taken in turn;
-    `parts` of each split step, with its whole under "step"."""
+    """Seconds: `plain` of whole steps, `peers` of each peer's, taken in turn; `parts` of each split
+    step, with its whole under "step"."""
 
     plain: list[float]
-    peer: list[float]
+    peers: dict[str, list[float]]
     parts: list[dict[str, float]]
 
 
 class Bench:
-    """The executor under test; `peer_folder` is the checkpoint's, None for dummy weights.
+    """The executor under test, and its peers. `weight_bytes` are those of one value of a matrix,
+    where they are not those of the executor's dtype.
 
     Raises:
         ValueError: this executor is not torch's.
     """
 
-    def __init__(self, executor: ModelExecutor) -> None:
+    def __init__(self, executor: ModelExecutor, weight_bytes: int | None = None) -> None:
         if not isinstance(executor, TorchExecutor):
             raise ValueError(f"only torch's executor can be split, not {type(executor).__name__}")
         self._executor = executor
         self._probes = Probes(executor.device, executor.dtype)
-        self._peer: PlainLoop | None = None
+        self._weight_bytes = weight_bytes or executor.dtype.itemsize
+        self._peers: list[StepPeer] = []
         self._step = 0
 
-    def add_peer(self, folder: Path | None) -> None:
-        """Compare with transformers from now on, on the weights of `folder` or the dummy ones."""
+    def add_peer(self, peer: StepPeer) -> None:
+        """Compare with `peer`, too, from now on, and close it at the end."""
+        self._peers.append(peer)
+
+    def add_transformers(self, folder: Path | None) -> None:
+        """Compare with transformers, on the weights of `folder` or the dummy ones."""
         executor = self._executor
-        self._peer = PlainLoop(executor.model_config, folder, executor.dtype, executor.device)
+        self.add_peer(
+            PlainLoop(executor.model_config, folder, executor.dtype, executor.device).peer()
+        )
+
+    def add_own(self, name: str, executor: ModelExecutor) -> None:
+        """Compare with another executor of ours, which is closed at the end."""
+        self.add_peer(_Own(name, Bench(executor)))
+
+    def close(self) -> None:
+        """Close the executor and all peers."""
+        self._executor.close()
+        for peer in self._peers:
+            peer.close()
 
     @property
     def device(self) -> str:
@@ -60,6 +99,10 @@ class Bench:
     @property
     def dtype(self) -> str:
         return str(self._executor.dtype).removeprefix("torch.")
+
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
 
     def probe(self) -> tuple[float, float]:
         """Measure once more; the best bytes and operations per second so far."""
@@ -70,67 +113,92 @@ class Bench:
         """Bytes that a decode step must read, and operations that it must do."""
         config = self._executor.model_config
         flops = forward_flops(config, batch, batch * context, batch)
-        return step_bytes(config, self._executor.dtype, batch, context), flops
+        return self._bytes(batch, context), flops
 
     def prefill_needs(self, chunk: int) -> tuple[int, int]:
         """The same of a prompt of one chunk."""
         config = self._executor.model_config
         pairs = chunk * (chunk + 1) // 2
-        bytes_read = step_bytes(config, self._executor.dtype, 1, chunk)
-        return bytes_read, forward_flops(config, chunk, pairs, 1)
+        return self._bytes(1, chunk), forward_flops(config, chunk, pairs, 1)
 
-    def prefill(self, chunk: int, steps: int) -> tuple[list[float], list[float]]:
-        """Seconds of forwarding a prompt of one chunk, ours and transformers', in turn."""
+    def _bytes(self, batch: int, context: int) -> int:
+        executor = self._executor
+        kv = executor.dtype.itemsize
+        return step_bytes(executor.model_config, self._weight_bytes, kv, batch, context)
+
+    def prefill(self, chunk: int, steps: int) -> tuple[list[float], dict[str, list[float]]]:
+        """Seconds of forwarding a prompt of one chunk, ours and each peer's, in turn."""
         prompt = _prompt(chunk, self._executor.model_config.vocab_size)
-        row = self._row("prefill", 0, prompt, 0, self._blocks(chunk, 0))
-        ours, theirs = [], []
+        ours: list[float] = []
+        theirs: dict[str, list[float]] = {peer.name: [] for peer in self._peers}
         for number in range(-1, steps):
-            seconds = self._timed([row])
+            seconds = self.timed_prompt(prompt)
+            others = {peer.name: peer.prefill(prompt) for peer in self._peers}
             if number >= 0:
                 ours.append(seconds)
-            if self._peer is not None:
-                begin = clock(self._executor.device)
-                self._peer.prefill(prompt)
-                if number >= 0:
-                    theirs.append(clock(self._executor.device) - begin)
+                for name, found in others.items():
+                    theirs[name].append(found)
         return ours, theirs
 
     def decode(self, batch: int, context: int, steps: int) -> Decoding:
         """Decode steps whose rows each attend to `context` tokens, their own included."""
-        executor = self._executor
-        self._fill(batch, context)
-        rows = [
-            self._row("decode", i, [1 + i], context - 1, self._blocks(context, i))
-            for i in range(batch)
-        ]
-        found = Decoding([], [], [])
-        peer = self._peer
-        cache: Any = peer.cache(batch, context - 1) if peer is not None else None
+        rows = self.prepared(batch, context)
+        for peer in self._peers:
+            peer.prepare(batch, context)
+        found = Decoding([], {peer.name: [] for peer in self._peers}, [])
         for number in range(-WARM_UP_STEPS, steps):
-            seconds = self._timed(rows)
+            seconds = self.timed(rows)
+            others = {peer.name: peer.decode() for peer in self._peers}
             if number >= 0:
                 found.plain.append(seconds)
-            if peer is not None:
-                ids = peer.first(batch)
-                begin = clock(executor.device)
-                peer.decode(ids, cache)
-                if number >= 0:
-                    found.peer.append(clock(executor.device) - begin)
-                cache.crop(-1)
-        with split(executor) as watches:
+                for name, theirs in others.items():
+                    found.peers[name].append(theirs)
+        with split(self._executor) as watches:
             for number in range(-1, steps):
-                seconds = self._timed(rows)
+                seconds = self.timed(rows)
                 parts = watches.take()
                 if number >= 0:
                     found.parts.append({"step": seconds, **{name: parts[name] for name in PARTS}})
         return found
 
-    def _timed(self, rows: Sequence[Row]) -> float:
+    def prepared(self, batch: int, context: int) -> list[Row]:
+        """Decode rows whose earlier tokens have been computed."""
+        self._fill(batch, context)
+        return [
+            self._row("decode", i, [1 + i], context - 1, self._blocks(context, i))
+            for i in range(batch)
+        ]
+
+    @torch.inference_mode()
+    def make_up_kv(self) -> None:
+        """Fill the KV pool with random values: to decode, it only matters how many there are."""
+        _, pool = self._executor._open()
+        caches = [cache.view(-1) for layer in pool.layers for cache in layer]
+        size = min(MADE_UP_VALUES, caches[0].numel())
+        values = torch.randn(size, device=caches[0].device).to(caches[0].dtype)
+        for cache in caches:
+            for first in range(0, len(cache), size):
+                part = cache[first : first + size]
+                part.copy_(values[: len(part)])
+
+    def decode_made_up(self, batch: int, context: int, steps: int) -> list[float]:
+        """Seconds of decode steps as in `decode`, over whatever the KV pool holds."""
+        rows = [
+            self._row("decode", i, [1 + i], context - 1, self._blocks(context, i))
+            for i in range(batch)
+        ]
+        return [self.timed(rows) for _ in range(WARM_UP_STEPS + steps)][WARM_UP_STEPS:]
+
+    def timed_prompt(self, prompt: list[int]) -> float:
+        """Seconds of a prompt of one chunk, and the token after it."""
+        return self.timed([self._row("prefill", 0, prompt, 0, self._blocks(len(prompt), 0))])
+
+    def timed(self, rows: Sequence[Row]) -> float:
         executor = self._executor
         self._step += 1
         plan = StepPlan(self._step, tuple(rows))
         begin = clock(executor.device)
-        result = executor.step(plan)
+        result = result_of(executor.step(plan))
         seconds = clock(executor.device) - begin
         if result.errors or len(result.tokens) != len(rows):
             raise RuntimeError(f"a step to be timed failed: {result.errors}")
@@ -143,7 +211,7 @@ class Bench:
         prompt = _prompt(context - 1, self._executor.model_config.vocab_size)
         table = self._blocks(context, 0)
         for start in range(0, len(prompt), 512):
-            self._timed([self._row("prefill", 0, prompt[start : start + 512], start, table)])
+            self.timed([self._row("prefill", 0, prompt[start : start + 512], start, table)])
         copies = [
             pair
             for i in range(1, batch)
@@ -162,6 +230,27 @@ class Bench:
     ) -> Row:
         sample = SampleSpec(Sampling(temperature=0.0), 0)
         return Row(RequestId(f"row {number}"), kind, tokens, start, table, sample)
+
+
+class _Own:
+    """Another executor of ours as a peer, on rows of its own."""
+
+    def __init__(self, name: str, bench: Bench) -> None:
+        self.name = name
+        self._bench = bench
+        self._rows: list[Row] = []
+
+    def prepare(self, batch: int, context: int) -> None:
+        self._rows = self._bench.prepared(batch, context)
+
+    def decode(self) -> float:
+        return self._bench.timed(self._rows)
+
+    def prefill(self, prompt: list[int]) -> float:
+        return self._bench.timed_prompt(prompt)
+
+    def close(self) -> None:
+        self._bench.close()
 
 
 def _prompt(tokens: int, vocab_size: int) -> list[int]:

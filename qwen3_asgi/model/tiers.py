@@ -299,8 +299,17 @@ def open_tiers(
     model: ModelConfig,
     settings: EngineConfig,
     pool: KVPool,
+    order: str | None = None,
 ) -> TorchTiers | None:
     """What the settings ask for; None if that is nothing.
+
+    Args:
+        folder: of the checkpoint.
+        weight_files: its files of weights.
+        model: its shape.
+        settings: of the engine.
+        pool: what is copied from and to.
+        order: of summation, where the bits of a kept block matter (`invariant.order_of`).
 
     Raises:
         ModelLoadError: there is not so much memory, or the file can't be used.
@@ -325,7 +334,7 @@ def open_tiers(
             dtype=str(keys.dtype),
             data_bytes=data_bytes,
             slots=slots,
-            fingerprint=fingerprint(folder, weight_files),
+            fingerprint=fingerprint(folder, weight_files, order),
         )
         file = KVFile(settings.kv_file, layout)
     try:

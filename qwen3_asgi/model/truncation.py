@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from qwen3_asgi.model.sums import total_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -47,14 +49,14 @@ def draw(row: Tensor, sampling: Sampling, u: float, head: Ranked | None = None) 
     if 0 < sampling.top_k < vocab_size:
         ranked = rank(row, sampling.top_k, head)
         weights = _weights(ranked.logits, best, sampling)
-        return _pick_ranked(ranked, weights, weights.sum(), sampling.top_p, u)
+        return _pick_ranked(ranked, weights, total_of(weights), sampling.top_p, u)
     weights = _weights(row, best, sampling)
     if sampling.top_p >= 1:
         return _pick(weights, u)
-    total = weights.sum()
+    total = total_of(weights)
     ranked = rank(row, min(NUCLEUS_GUESS, vocab_size))
     kept = _weights(ranked.logits, best, sampling)
-    if kept.sum() < sampling.top_p * total:
+    if total_of(kept) < sampling.top_p * total:
         ranked = rank(row, vocab_size)
         kept = _weights(ranked.logits, best, sampling)
     return _pick_ranked(ranked, kept, total, sampling.top_p, u)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from qwen3_asgi.model.linear import Linear
+from qwen3_asgi.model.cpu.linear import PanelLinear
+from qwen3_asgi.model.fp8.checkpoint import Fp8Checkpoint
+from qwen3_asgi.model.fp8.linear import Fp8Linear, fit, multiplies_fp8
+from qwen3_asgi.model.linear import Linear, PlainTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from typing import Protocol
 
     from qwen3_asgi.model.config import ModelConfig
+    from qwen3_asgi.model.linear import LinearLayer, Table
 
     class TensorSource(Protocol):
         """What `load_weights` reads: a `Checkpoint`, or what takes its place."""
@@ -30,6 +35,8 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
@@ -41,22 +48,23 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor
-    qkv: Linear
+    qkv: LinearLayer
     qk_norm: torch.Tensor
-    output: Linear
+    output: LinearLayer
     post_attention_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: LinearLayer
+    down: LinearLayer
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """`embedding` is `[vocab, hidden]`; `lm_head` is a second, packed copy of it when tied."""
+    """A tied `embedding` `[vocab, hidden]` is `lm_head` itself where its layout allows, else
+    `lm_head` may be a second, packed copy of it."""
 
-    embedding: torch.Tensor
+    embedding: Table
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    lm_head: Linear
+    lm_head: LinearLayer
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -86,9 +94,15 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(
-    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    checkpoint: TensorSource,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    linear: Callable[[torch.Tensor], LinearLayer] = Linear,
 ) -> ModelWeights:
     """Read, check, fuse and convert all weights. Shows progress when stderr is a terminal.
+
+    `linear` makes a layer of a weight, which it may keep or copy.
 
     Raises:
         ModelLoadError: a tensor is missing, unexpected, or of the wrong shape or type.
@@ -98,40 +112,76 @@ def load_weights(
         tensor_shapes(config), ignored=(LM_HEAD,) if config.tie_word_embeddings else ()
     )
 
-    def read(name: str) -> torch.Tensor:
-        return checkpoint.read(name).to(device=device, dtype=dtype, copy=True)
-
-    def fuse(*names: str) -> Linear:
-        # cat copies, so the parts need none of their own.
-        parts = [checkpoint.read(name).to(device=device, dtype=dtype) for name in names]
-        return Linear(torch.cat(parts))
-
-    embedding = read(EMBEDDING)
-    lm_head = Linear(embedding if config.tie_word_embeddings else read(LM_HEAD))
+    reader = _Reader(checkpoint, dtype, device, linear)
+    embedding = reader.tensor(EMBEDDING)
+    lm_head = reader.dense(embedding) if config.tie_word_embeddings else reader.linear(LM_HEAD)
     layers = tuple(
-        _load_layer(f"model.layers.{layer}.", config, read, fuse)
+        _load_layer(f"model.layers.{layer}.", config, reader)
         for layer in _with_progress(config.num_layers)
     )
-    return ModelWeights(embedding, layers, read(FINAL_NORM), lm_head)
+    table: Table = PlainTable(embedding)
+    if config.tie_word_embeddings and isinstance(lm_head, PanelLinear):
+        table = lm_head
+    return ModelWeights(table, layers, reader.tensor(FINAL_NORM), lm_head)
 
 
-def _load_layer(
-    prefix: str,
-    config: ModelConfig,
-    read: Callable[[str], torch.Tensor],
-    fuse: Callable[..., Linear],
-) -> LayerWeights:
+class _Reader:
+    """Takes tensors out of a source, into `dtype` on `device` or left in float8 where that runs."""
+
+    def __init__(
+        self,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        dense: Callable[[torch.Tensor], LinearLayer],
+    ) -> None:
+        self.dense = dense
+        self._source = source
+        self._dtype = dtype
+        self._device = device
+        self._stored_fp8 = source if isinstance(source, Fp8Checkpoint) else None
+        self._multiplies_fp8 = False
+        if self._stored_fp8 is not None:
+            self._multiplies_fp8 = dense is Linear and multiplies_fp8(device, dtype)
+            logger.info(
+                "float8 weights are %s",
+                "multiplied as they are" if self._multiplies_fp8 else f"converted to {dtype}",
+            )
+
+    def tensor(self, name: str, *, copy: bool = True) -> torch.Tensor:
+        """One tensor; without `copy` it may share memory with the file."""
+        stored = self._stored_fp8
+        if stored is not None and stored.has_blocks(name):
+            # First to the device: one byte a value is moved, and the device does the work.
+            return stored.blocks(name).to(self._device).dequantize(self._dtype)
+        return self._source.read(name).to(device=self._device, dtype=self._dtype, copy=copy)
+
+    def linear(self, *names: str) -> LinearLayer:
+        """One layer of the matrices `names`, stacked along its outputs."""
+        stored = self._stored_fp8
+        if self._multiplies_fp8 and stored is not None and all(map(stored.has_blocks, names)):
+            parts = [stored.blocks(name).to(self._device) for name in names]
+            if fit(parts):
+                return Fp8Linear(parts)
+        if len(names) == 1:
+            return self.dense(self.tensor(*names))
+        # cat copies, so the parts need none of their own.
+        return self.dense(torch.cat([self.tensor(name, copy=False) for name in names]))
+
+
+def _load_layer(prefix: str, config: ModelConfig, reader: _Reader) -> LayerWeights:
+    read, linear = reader.tensor, reader.linear
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     query_norm = read(attention + "q_norm.weight").expand(config.num_heads, -1)
     key_norm = read(attention + "k_norm.weight").expand(config.num_kv_heads, -1)
     return LayerWeights(
         input_norm=read(prefix + "input_layernorm.weight"),
-        qkv=fuse(*(f"{attention}{part}_proj.weight" for part in "qkv")),
+        qkv=linear(*(f"{attention}{part}_proj.weight" for part in "qkv")),
         qk_norm=torch.cat((query_norm, key_norm)),
-        output=Linear(read(attention + "o_proj.weight")),
+        output=linear(attention + "o_proj.weight"),
         post_attention_norm=read(prefix + "post_attention_layernorm.weight"),
-        gate_up=fuse(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-        down=Linear(read(mlp + "down_proj.weight")),
+        gate_up=linear(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
+        down=linear(mlp + "down_proj.weight"),
     )
 
 

@@ -43,9 +43,9 @@ YARN = {
 }
 
 
-def write_checkpoint(folder: Path, kind: str, spelling: str = "new_keys") -> Path:
-    """Write one of `KINDS` in float32 and return its folder."""
-    entries = dict(BASE, tie_word_embeddings=kind == "tied")
+def write_checkpoint(folder: Path, kind: str, spelling: str = "new_keys", **sizes: int) -> Path:
+    """Write one of `KINDS` in float32 and return its folder; `sizes` replace those of `BASE`."""
+    entries = BASE | {"tie_word_embeddings": kind == "tied"} | sizes
     if kind == "yarn":
         entries["rope_parameters"] = dict(YARN)
     torch.manual_seed(1)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qwen3_asgi.scheduler.plan import RequestId, Row, SampleSpec, Sampling, StepPlan
+from qwen3_asgi.scheduler.plan import RequestId, Row, SampleSpec, Sampling, StepPlan, result_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -75,7 +75,7 @@ class Driver:
         """Forward the rest of each sequence, or a given number of its tokens."""
         pairs = [part if isinstance(part, tuple) else (part, None) for part in parts]
         rows = tuple(sequence.row(length) for sequence, length in pairs)
-        result = self.executor.step(StepPlan(self.step_count, rows))
+        result = result_of(self.executor.step(StepPlan(self.step_count, rows)))
         self.step_count += 1
         assert not result.errors
         for (sequence, _), row in zip(pairs, rows, strict=True):

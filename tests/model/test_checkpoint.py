@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 from qwen3_asgi.errors import ModelLoadError
 from qwen3_asgi.model.checkpoint import Checkpoint, find_folder
 from qwen3_asgi.model.config import load_model_config
+from qwen3_asgi.model.cpu.library import kernel_library
+from qwen3_asgi.model.linear import Linear
+from qwen3_asgi.model.quantization import choose_linear
 from qwen3_asgi.model.weights import load_weights
 from tests.model.checkpoints import edit_config, load, write_checkpoint
 
@@ -34,8 +37,8 @@ def rewrite(folder, edit):
     save_file(tensors, folder / "model.safetensors")
 
 
-def weights(folder, dtype=torch.float32):
-    return load_weights(Checkpoint(folder), load_model_config(folder), dtype, CPU)
+def weights(folder, dtype=torch.float32, linear=Linear):
+    return load_weights(Checkpoint(folder), load_model_config(folder), dtype, CPU, linear)
 
 
 def test_parts_are_fused_in_order_and_each_weight_is_held_once(tied):
@@ -52,7 +55,17 @@ def test_parts_are_fused_in_order_and_each_weight_is_held_once(tied):
     torch.testing.assert_close(layer.gate_up(identity).T, torch.cat(parts))
     assert torch.equal(layer.qk_norm[3], stored[prefix + "self_attn.q_norm.weight"])
     assert torch.equal(layer.qk_norm[4], stored[prefix + "self_attn.k_norm.weight"])
-    assert loaded.lm_head._weight is loaded.embedding
+    assert loaded.lm_head._weight is loaded.embedding.weight
+
+
+def test_a_tied_embedding_shares_the_panels_of_the_vocabulary_product(tied):
+    if kernel_library()[0] is None:
+        pytest.skip("no kernels on this machine")
+    loaded = weights(tied, linear=choose_linear(None, CPU))
+    assert loaded.embedding is loaded.lm_head
+    stored = load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
+    ids = torch.tensor([319, 0, 65])
+    assert torch.equal(loaded.embedding.rows(ids), stored[ids].float())
 
 
 def test_weights_are_converted_and_packed_for_bf16(tied):
@@ -64,12 +77,12 @@ def test_weights_are_converted_and_packed_for_bf16(tied):
 
 def test_a_running_model_does_not_change_with_its_file(tied):
     loaded = weights(tied)
-    before = loaded.embedding.clone()
+    before = loaded.embedding.weight.clone()
     path = tied / "model.safetensors"
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         file.write(b"\x00" * (path.stat().st_size // 2))
-    assert torch.equal(loaded.embedding, before)
+    assert torch.equal(loaded.embedding.weight, before)
 
 
 def test_shards_are_read_through_the_index(sharded):

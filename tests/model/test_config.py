@@ -132,7 +132,10 @@ def test_the_rotary_table_grows_without_changing_what_it_holds():
         ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
         ({"architectures": ["LlamaForCausalLM"], "model_type": "qwen3"}, "LlamaForCausalLM"),
         ({"architectures": None, "model_type": "llama"}, "llama"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantization_config: .*gptq",
+        ),
         ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"attention_bias": True}, "attention_bias"),

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from qwen3_asgi.model.batch import build_batch
-from qwen3_asgi.model.cpu import build, kernels
+from qwen3_asgi.model.cpu import build
+from qwen3_asgi.model.cpu import library as library_module
 from qwen3_asgi.model.cpu.kernels import CpuKernels, cpu_kernels, unsupported
+from qwen3_asgi.model.cpu.library import kernel_library
 from qwen3_asgi.model.kv import KVPool
 from qwen3_asgi.model.operators import TorchOperators
 from qwen3_asgi.model.shapes import named_shape
@@ -26,7 +28,7 @@ SHAPES = [(0, 1), (511, 1), (512, 1), (700, 1), (0, 70), (37, 5), (130, 64), (63
 
 @pytest.fixture(scope="module")
 def library():
-    found, reason = kernels._library()
+    found, reason = kernel_library()
     if found is None:
         pytest.skip(f"no kernels on this machine: {reason}")
     return found
@@ -191,13 +193,13 @@ def test_without_a_compiler_there_are_no_kernels_and_one_line_says_so(
     tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    monkeypatch.setattr(kernels, "cache_folder", lambda: tmp_path)
-    kernels._library.cache_clear()
+    monkeypatch.setattr(library_module, "cache_folder", lambda: tmp_path)
+    kernel_library.cache_clear()
     try:
         with caplog.at_level(logging.INFO, "qwen3_asgi"):
             assert cpu_kernels(BASE, torch.float32) is None
     finally:
-        kernels._library.cache_clear()
+        kernel_library.cache_clear()
     [record] = caplog.records
     assert "no C++ compiler" in record.getMessage()
 

@@ -12,12 +12,15 @@ import torch
 from qwen3_asgi import Engine, EngineConfig, SamplingParams
 from qwen3_asgi.errors import ModelLoadError
 from qwen3_asgi.model import dummy
+from qwen3_asgi.model.config import load_generation_defaults, parse_model_config
 from qwen3_asgi.model.dummy import DummyCheckpoint
 from qwen3_asgi.model.executor import load_executor
-from qwen3_asgi.model.shapes import named_shape
+from qwen3_asgi.model.shapes import DEFAULTS, named_shape
 from qwen3_asgi.model.weights import tensor_shapes
 from qwen3_asgi.scheduler.plan import RequestId, Row
 from qwen3_asgi.tiny import tiny_path
+from tests.model.fp8_files import QUANTIZATION
+from tests.model.test_config import QWEN3_0_6B
 
 CPU = torch.device("cpu")
 # The published sizes, in billions.
@@ -36,6 +39,34 @@ def test_every_shape_has_the_published_number_of_weights(size):
     assert named_shape(f"Qwen/Qwen3-{size}") == shape
 
 
+def test_what_the_shapes_have_in_common_is_that_of_the_hubs_files(tmp_path):
+    parsed = parse_model_config(QWEN3_0_6B)
+    shape = named_shape("Qwen3-0.6B")
+    assert replace(shape, eos_token_ids=parsed.eos_token_ids) == parsed
+    generation = {
+        "bos_token_id": 151643,
+        "do_sample": True,
+        "eos_token_id": [151645, 151643],
+        "pad_token_id": 151643,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert load_generation_defaults(tmp_path, parsed) == DEFAULTS
+    assert shape.eos_token_ids == DEFAULTS.eos_token_ids
+
+
+def test_no_published_shapes_rows_come_around_in_the_pool():
+    widths = {
+        tensor[1]
+        for size in PARAMETERS
+        for tensor in tensor_shapes(named_shape(f"Qwen3-{size}")).values()
+        if len(tensor) == 2
+    }
+    assert {math.gcd(width, dummy.POOL_SIZE) for width in widths} == {1}
+
+
 def test_an_unknown_name_is_told_the_known_ones():
     with pytest.raises(ModelLoadError, match=r"'Qwen3-5B' is neither .*Qwen3-0\.6B.*Qwen3-32B"):
         Engine("Qwen3-5B", DUMMY).start_sync()
@@ -52,6 +83,16 @@ def test_weights_are_seeded_and_no_two_rows_are_equal(monkeypatch):
             assert len(tensor.unique(dim=0)) == shape[0]
             spread = shape[1] ** -0.5 * (2 if "embed" in name else 1)
             assert 0.9 < float(tensor.std()) / spread < 1.1
+
+
+def test_no_two_tensors_are_equal():
+    source = DummyCheckpoint(SMALL, torch.float32, CPU)
+    matrices = [name for name, shape in tensor_shapes(SMALL).items() if len(shape) == 2]
+    # Divided by the first: widths have scales of their own, which would hide that they are equal.
+    beginnings = [source.read(name).flatten()[:8] for name in matrices]
+    assert len({tuple((each / each[0]).round(decimals=3).tolist()) for each in beginnings}) == len(
+        matrices
+    )
 
 
 def test_tensors_share_no_memory():
@@ -83,6 +124,19 @@ def test_a_folder_with_nothing_but_a_config_will_do(tmp_path):
         beyond = [i for i in output.token_ids if i >= 1984]
         assert beyond  # otherwise the next line says nothing
         assert all(f" {i}" in output.text for i in beyond)
+
+
+def test_an_announced_quantisation_makes_no_difference(tmp_path):
+    raw = json.loads(Path(tiny_path(), "config.json").read_text())
+    logits = []
+    for name, entries in {"plain": {}, "fp8": {"quantization_config": QUANTIZATION}}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(raw | entries))
+        executor = load_executor(folder, DUMMY, owned_token_ids=100)
+        row = Row(RequestId("a"), "prefill", [5, 6, 7], 0, [0], None)
+        logits.append(executor.forward_logits([row]))
+    assert torch.equal(*logits)
 
 
 def test_a_vocabulary_that_is_too_small_for_the_tokenizer_is_refused(tmp_path):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from qwen3_asgi.errors import ModelLoadError
 from qwen3_asgi.model import memory
 from qwen3_asgi.model.config import load_model_config
 from qwen3_asgi.model.executor import load_executor
+from qwen3_asgi.model.linear import Linear, PlainTable
 from qwen3_asgi.scheduler.plan import RequestId, Row, SampleSpec, Sampling, StepPlan
 from tests.model.checkpoints import VOCAB, edit_config, load, load_reference, write_checkpoint
 from tests.model.driver import Driver, Sequence_
@@ -73,11 +75,14 @@ def test_a_row_that_cannot_be_run_is_refused(executor, bad, words):
 def test_a_row_of_nan_is_an_error_of_that_request(folder):
     executor = load(folder)
     model, _ = executor._loaded
+    weights = model._weights
+    rows = weights.embedding.rows(torch.arange(weights.lm_head.shape[0]))
     with torch.inference_mode():
-        model._weights.embedding[9] = float("nan")
+        rows[9] = float("nan")
+    model._weights = replace(weights, embedding=PlainTable(rows), lm_head=Linear(rows))
     greedy = Sampling(temperature=0.0)
-    rows = (row("bad", [9], blocks=(0,), sampling=greedy), row("b", [8], 0, (1,), greedy))
-    result = executor.step(StepPlan(0, rows))
+    batch = (row("bad", [9], blocks=(0,), sampling=greedy), row("b", [8], 0, (1,), greedy))
+    result = executor.step(StepPlan(0, batch))
     # A tied embedding gives the NaN row's own token a NaN logit everywhere.
     assert set(result.errors) == {"bad", "b"}
     assert "NaN" in result.errors["bad"]

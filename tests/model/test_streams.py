@@ -45,3 +45,41 @@ def test_each_thread_has_a_stream_and_has_waited_for_it() -> None:
     assert seen["decode"][0] != seen["prefill"][0]
     default = torch.cuda.default_stream(device).cuda_stream
     assert default not in (seen["decode"][0], seen["prefill"][0])
+
+
+SLEEP_CYCLES = 2**31  # a second or so
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_is_told_to_go_on_is_not_waited_for() -> None:
+    device = torch.device("cuda")
+    streams = ThreadStreams(device)
+    with streams.own() as turn:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        turn.waits = False
+    assert not done.query()
+    with streams.own():
+        pass  # the same stream, so it waits for both
+    assert done.query()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_was_launched_before_an_error_is_waited_for_all_the_same() -> None:
+    device = torch.device("cuda")
+    streams = ThreadStreams(device)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def fail() -> None:
+        with streams.own() as turn:
+            turn.waits = False
+            torch.cuda._sleep(SLEEP_CYCLES)
+            done.record()
+            raise ValueError("a bad row")
+
+    with pytest.raises(ValueError, match="a bad row"):
+        fail()
+    assert done.query()

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from qwen3_asgi.model.cpu.build import BuildError, cache_folder, load_library
+from qwen3_asgi.model.cpu.library import kernel_library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,22 +61,7 @@ class CpuKernels:
         self._head_dim = config.head_dim
         self._eps = config.rms_norm_eps
         self._one_order = one_order
-        pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        self._run_attention = library.qwen3_attention
-        self._run_attention.argtypes = (pointer, ctypes.c_int, *[pointer] * 5)
-        self._run_attention.restype = ctypes.c_int
-        self._run_add_norm = library.qwen3_add_norm
-        self._run_add_norm.argtypes = (
-            *(ctypes.c_int, pointer, pointer, pointer, pointer),
-            *(integer, integer, ctypes.c_double, ctypes.c_int),
-        )
-        self._run_add_norm.restype = None
-        self._run_silu_mul = library.qwen3_silu_mul
-        self._run_silu_mul.argtypes = (
-            *(ctypes.c_int, pointer, pointer),
-            *(integer, integer, ctypes.c_int),
-        )
-        self._run_silu_mul.restype = None
+        self._library = library
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._add_norm(x.contiguous(), None, weight)
@@ -90,7 +74,7 @@ class CpuKernels:
     def _add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         rows, width = x.shape
         out = torch.empty_like(x)
-        self._run_add_norm(
+        self._library.qwen3_add_norm(
             _is_wide(x),
             x.data_ptr(),
             None if delta is None else delta.data_ptr(),
@@ -129,7 +113,7 @@ class CpuKernels:
             fused = fused.contiguous()
             step.num_slots = kv.keys.shape[1]
             out = fused.new_empty((len(held[0].token_ids), self._heads * self._head_dim))
-            status = self._run_attention(
+            status = self._library.qwen3_attention(
                 ctypes.byref(step),
                 _is_wide(fused),
                 fused.data_ptr(),
@@ -148,7 +132,7 @@ class CpuKernels:
         fused = fused.contiguous()
         rows, width = len(fused), fused.shape[1] // 2
         out = fused.new_empty((rows, width))
-        self._run_silu_mul(
+        self._library.qwen3_silu_mul(
             _is_wide(fused),
             fused.data_ptr(),
             out.data_ptr(),
@@ -177,28 +161,18 @@ def unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     return None
 
 
-def cpu_kernels(config: ModelConfig, dtype: torch.dtype) -> CpuKernels | None:
+def cpu_kernels(
+    config: ModelConfig, dtype: torch.dtype, *, one_order: bool = False
+) -> CpuKernels | None:
     """Kernels for a model on the CPU, or None where plain operators have to do; never raises.
 
     Logs one line in either case.
     """
     reason = unsupported(config, dtype)
     if reason is None:
-        library, reason = _library()
+        library, reason = kernel_library()
         if library is not None:
             logger.info("CPU kernels: compiled (%s)", torch.backends.cpu.get_cpu_capability())
-            return CpuKernels(library, config)
+            return CpuKernels(library, config, one_order=one_order)
     logger.warning("CPU kernels: not used (%s); steps run in plain torch, slower", reason)
     return None
-
-
-@cache
-def _library() -> tuple[ctypes.CDLL | None, str]:
-    """Once per process: a failing compiler is not asked again for every engine."""
-    try:
-        library = load_library(cache_folder())
-        for name in ("qwen3_attention", "qwen3_add_norm", "qwen3_silu_mul"):
-            getattr(library, name)
-    except (BuildError, AttributeError) as error:  # the latter: a damaged file
-        return None, str(error)
-    return library, ""

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from qwen3_asgi.model.upload import upload
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -36,15 +38,22 @@ class Layout(NamedTuple):
 
 
 def lay_out(
-    last_rows: Sequence[int], last_position: int, group: int, device: torch.device
+    last_rows: Sequence[int],
+    last_position: int,
+    group: int,
+    device: torch.device,
+    *,
+    one_order: bool = False,
 ) -> Layout:
     """Spread rows whose last tokens are at `last_rows` of the batch, as `Batch` has them.
 
     Leading rows of one token are decoded in pieces, all others go in tiles: a plan has its decode
-    rows first.
+    rows first. With `one_order` all rows go in tiles, where each is treated alike.
     """
     lengths = [end - begin for begin, end in zip((-1, *last_rows[:-1]), last_rows, strict=True)]
-    num_single = next((i for i, length in enumerate(lengths) if length > 1), len(lengths))
+    num_single = 0
+    if not one_order:
+        num_single = next((i for i, length in enumerate(lengths) if length > 1), len(lengths))
     step = tile_tokens(group)
     tiles = [
         (span, skipped)
@@ -54,7 +63,7 @@ def lay_out(
     return Layout(
         num_single,
         -(-(last_position + 1) // PIECE_TOKENS),
-        torch.tensor(tiles, dtype=torch.int64, device=device) if tiles else None,
+        upload(tiles, torch.int64, device) if tiles else None,
     )
 
 

@@ -6,11 +6,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from qwen3_asgi.errors import ModelLoadError
+from qwen3_asgi.model.cuda.attention import PIECE_TOKENS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Left free for the work of steps, cuBLAS and the CUDA graphs.
-WORKSPACE_BYTES = 512 * 2**20
+    from qwen3_asgi.config import EngineConfig
+    from qwen3_asgi.model.config import ModelConfig
+
+GIB = 2**30
+
+# Kernels, what libraries keep for themselves, graphs.
+FIXED_BYTES = 512 * 2**20
+# Of one logit on its way through sampling, when all of them have to be ranked: the float32 itself,
+# an int64 key to sort by and its copies in the sort, and float64 weights and their sums.
+SAMPLING_BYTES = 80
 
 
 class CardMemory(NamedTuple):
@@ -28,23 +39,50 @@ def card_memory(device: torch.device) -> CardMemory:
     return CardMemory(free, total, unused)
 
 
-def pool_budget(
-    memory: CardMemory, utilization: float, workspace_bytes: int = WORKSPACE_BYTES
-) -> int:
-    """Bytes for the KV pool; 0 if there is no room. Called once the weights are on the card.
+def pool_budget(memory: CardMemory, utilization: float, reserve_bytes: int) -> int:
+    """Bytes for the KV pool. Called once the weights are on the card.
 
-    `utilization` is the part of the whole card that may be in use when the pool is there, whoever
+    `utilization` is the part of the whole card that may be in use when the engine runs, whoever
     uses it: a host application's own models, other processes and our weights all count. So an
     engine never takes what a neighbour holds, and a fixed part of the card stays free.
 
+    Args:
+        reserve_bytes: what steps need beside the pool, `step_bytes`.
+
     Raises:
-        ValueError: `utilization` is not above 0 and at most 1.
+        ModelLoadError: nothing is left.
     """
-    if not 0 < utilization <= 1:
-        raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization}")
-    available = memory.free + memory.reclaimable
-    kept_free = memory.total - int(memory.total * utilization)
-    return max(0, available - max(kept_free, workspace_bytes))
+    limit = int(memory.total * utilization)
+    used = memory.total - memory.free - memory.reclaimable
+    budget = limit - used - reserve_bytes
+    if budget <= 0:
+        raise ModelLoadError(
+            f"gpu_memory_utilization={utilization} allows {limit / GIB:.2f} of the card's "
+            f"{memory.total / GIB:.2f} GiB; {used / GIB:.2f} GiB are in use, the model's weights "
+            f"included, and steps need {reserve_bytes / GIB:.2f} GiB: nothing is left for the KV "
+            "pool"
+        )
+    return budget
+
+
+def step_bytes(
+    config: ModelConfig, settings: EngineConfig, max_tokens: int, dtype: torch.dtype
+) -> int:
+    """What steps need beside weights and KV pool, with something to spare.
+
+    That is the rows of one layer, for a step's prompt tokens and for its decode rows, the parts
+    that attention merges, logits on their way through sampling, the table of rotations, and
+    `FIXED_BYTES`.
+    """
+    heads = config.num_heads + 2 * config.num_kv_heads
+    row = 4 * config.hidden_size + 3 * config.intermediate_size
+    row += (heads + config.num_heads) * config.head_dim
+    rows = (settings.max_prefill_tokens + settings.max_batch) * row * dtype.itemsize
+    pieces = -(-max_tokens // PIECE_TOKENS)
+    parts = settings.max_batch * config.num_heads * pieces * (config.head_dim + 1) * 4
+    logits = settings.max_batch * config.vocab_size * SAMPLING_BYTES
+    rotations = 2 * max_tokens * config.head_dim * 4
+    return FIXED_BYTES + rows + parts + logits + rotations
 
 
 def buckets(max_batch: int) -> Sequence[int]:

@@ -37,7 +37,7 @@ class CudaDecode:
         forward: float32 logits `[bucket, vocab]` of a batch of decode rows, by operations that may
             be captured. Called under `torch.inference_mode`.
         unowned: ids that stand for no token, int64 on the device.
-        capture: turns a run into its replay; `capture_graph` on CUDA.
+        capture: turns a run into its replay; a `graphs.GraphCapture` on CUDA.
     """
 
     def __init__(
@@ -60,20 +60,25 @@ class CudaDecode:
         self.batch_buckets = buckets(max_batch)
         self.piece_buckets = piece_buckets(max_tokens)
         self._graphs: dict[tuple[int, int], Run] = {}
+        # Every graph writes here and nothing else of it is read, so all may share their memory.
+        self._logits = torch.empty(
+            max_batch, vocab_size, dtype=torch.float32, device=unowned.device
+        )
         self._step = -1
         self._known: Mapping[RequestId, int] = {}
         self._samples: Tensor | None = None
 
     @torch.inference_mode()
-    def start(self) -> None:
-        """Capture every graph. Nothing is written to the KV pool."""
-        # The largest first: tables that grow are then as large as they get, and the memory of one
-        # graph serves the smaller ones.
+    def start(self, capture: Callable[[Run], Run] | None = None) -> None:
+        """Capture every graph, by `capture` if given. Nothing is written to the KV pool."""
+        capture = capture or self._capture
+        # The largest first: tables that grow are then as large as they get, which no graph but the
+        # first could know of, and the memory that graphs share is found whole by the smaller ones.
         for pieces in reversed(self.piece_buckets):
             for bucket in reversed(self.batch_buckets):
                 self._inputs.fill((), bucket, {}, None)
                 last = min(pieces * PIECE_TOKENS, self._max_tokens) - 1
-                self._graphs[bucket, pieces] = self._capture(self._bound(bucket, last))
+                self._graphs[bucket, pieces] = capture(self._bound(bucket, last))
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether `step` can run it; others go the general way, and end with `remember`."""
@@ -96,16 +101,13 @@ class CudaDecode:
             return StepResult({})
         specs = [row.sample or NO_WISH for row in rows]
         bucket = smallest(self.batch_buckets, len(rows))
+        self._inputs.fill(rows, bucket, *self.known(plan))
         pieces = smallest(self.piece_buckets, _pieces(max(row.start for row in rows) + 1))
-        behind = self._step == plan.behind
-        self._inputs.fill(
-            rows, bucket, self._known if behind else {}, self._samples if behind else None
-        )
         # Before the graph, so that the device finds everything there when it is through with it.
         wishes = Wishes.of(specs, self._vocab_size, self._unowned.device)
         logits = self._graphs[bucket, pieces]()
-        # A copy: sampling overwrites, and the rest of the bucket is nobody's.
-        samples = sample(logits[: len(rows)].clone(), wishes, self._unowned)
+        # Sampling overwrites; the next step does, too. The rest of the bucket is nobody's.
+        samples = sample(logits[: len(rows)], wishes, self._unowned)
         samples = samples._replace(tokens=self._inputs.mark_lost(samples.tokens))
         self.remember(plan.step, [row.request_id for row in rows], samples.tokens)
         return ReadingStep(
@@ -113,6 +115,12 @@ class CudaDecode:
             [spec.sampling.logprobs for spec in specs],
             samples,
         )
+
+    def known(self, plan: StepPlan) -> tuple[Mapping[RequestId, int], Tensor | None]:
+        """Index by request into the tokens of the step that `plan` is behind, and those tokens."""
+        if plan.behind is None or plan.behind != self._step:
+            return {}, None
+        return self._known, self._samples
 
     def remember(self, step: int, request_ids: Sequence[RequestId], tokens: Tensor | None) -> None:
         """What step number `step` samples, int64 on the device, for the one behind it."""
@@ -122,7 +130,8 @@ class CudaDecode:
 
     def _bound(self, bucket: int, last_position: int) -> Run:
         batch = self._inputs.batch(bucket, last_position)
-        return lambda: self._forward(batch)
+        target = self._logits[:bucket]
+        return lambda: target.copy_(self._forward(batch))
 
 
 def piece_buckets(max_tokens: int) -> Sequence[int]:
@@ -148,26 +157,3 @@ def smallest(sizes: Sequence[int], wanted: int) -> int:
 
 def _pieces(num_tokens: int) -> int:
     return -(-num_tokens // PIECE_TOKENS)
-
-
-def capture_graph(run: Run) -> Run:
-    """Capture what `run` launches; the replay returns the same tensor each time.
-
-    Raises:
-        RuntimeError: it does something that cannot be captured, as reading from the device.
-    """
-    # Kernels compile and libraries allocate at first use, which no capture may contain.
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return output
-
-    return replay

@@ -7,25 +7,42 @@ from typing import TYPE_CHECKING
 from qwen3_asgi.model.cuda.attention import Layout, lay_out, paged_attention
 from qwen3_asgi.model.cuda.heads import norm_rotate_write
 from qwen3_asgi.model.cuda.rows import add_norm, norm, silu_mul
+from qwen3_asgi.model.cuda.varlen import attend_chunks, chunks_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from qwen3_asgi.model.batch import Batch
+    from qwen3_asgi.model.cuda.varlen import VarlenAttention
     from qwen3_asgi.model.kv import LayerKV
     from qwen3_asgi.model.operators import Attention, Operators
 
 
 class CudaOperators:
-    """See `operators.Operators`. `head_dim` must be a power of 2."""
+    """See `operators.Operators`. `head_dim` must be a power of 2.
+
+    With `one_order`, a row's attention is the same to the last bit whether it was decoded or part
+    of a chunk; decoding long contexts is slower then. `varlen` takes the place of our kernel for
+    chunks of prompts, see `varlen.choose_varlen`; it is set before the first step, if at all.
+    """
 
     reads_tables = True
 
-    def __init__(self, num_heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        one_order: bool = False,
+    ) -> None:
         self._num_heads = num_heads
         self._kv_heads = kv_heads
         self._width = num_heads * head_dim
         self._eps = eps
+        self.one_order = one_order
+        self.varlen: VarlenAttention | None = None
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return norm(x, weight, self._eps)
@@ -39,6 +56,7 @@ class CudaOperators:
             batch.last_position,
             self._num_heads // self._kv_heads,
             batch.positions.device,
+            one_order=self.one_order,
         )
         return self.laid_out(batch, layout, cos, sin)
 
@@ -51,6 +69,11 @@ class CudaOperators:
         paged = batch.paged
         if paged is None:
             raise ValueError("CUDA attention reads block tables: build the batch with paged=True")
+
+        varlen, chunks = self.varlen, None
+        if varlen is not None and layout.tiles is not None and not self.one_order:
+            chunks = chunks_of(batch, layout.num_single)
+            layout = layout._replace(tiles=None)
 
         def run(fused: Tensor, qk_norm: Tensor, kv: LayerKV) -> Tensor:
             norm_rotate_write(
@@ -65,6 +88,10 @@ class CudaOperators:
             )
             out = fused.new_empty(len(fused), self._width)
             paged_attention(fused, kv, paged, layout, out, num_heads=self._num_heads)
+            if varlen is not None and chunks is not None:
+                attend_chunks(
+                    varlen, fused, kv, paged.block_size, chunks, out, num_heads=self._num_heads
+                )
             return out
 
         return run

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from qwen3_asgi.model.uniform import uniform
+from qwen3_asgi.model.upload import upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,16 +96,16 @@ class Wishes:
         ]
         noted = tuple(i for i, spec in enumerate(specs) if spec.sampling.logprobs is not None)
         return cls(
-            numbers=_upload(list(zip(*columns, strict=True)), torch.float64, device),
-            greedy=_upload([s.sampling.temperature == 0 for s in specs], torch.bool, device),
+            numbers=upload(list(zip(*columns, strict=True)), torch.float64, device),
+            greedy=upload([s.sampling.temperature == 0 for s in specs], torch.bool, device),
             banned=(
-                _upload(list(zip(*banned, strict=True)), torch.int64, device) if banned else None
+                upload(list(zip(*banned, strict=True)), torch.int64, device) if banned else None
             ),
             width=width,
             any_drawn=any_drawn,
             any_plain=any_plain,
             noted_rows=noted,
-            noted_index=_upload(noted, torch.int64, device) if noted else None,
+            noted_index=upload(noted, torch.int64, device) if noted else None,
             alternatives=max((specs[i].sampling.logprobs or 0 for i in noted), default=0),
         )
 
@@ -219,11 +220,3 @@ def _note(
     raw.index_fill_(1, unowned, NEGATIVE_INFINITY)
     ids, logits = ranked(raw, min(wishes.alternatives, raw.shape[1]))
     return Noted(wishes.noted_rows, log_sums, chosen.squeeze(1), ids, logits)
-
-
-def _upload(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    tensor = torch.tensor(values, dtype=dtype)
-    if device.type == "cuda":
-        # From pinned memory, or the copy would wait for everything queued before it.
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor

@@ -1,20 +1,24 @@
-"""Whether torch's own paged attention can be used in place of our kernels."""
+"""torch's own paged attention for chunks of prompts, where it can take the place of our kernel."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
+    from qwen3_asgi.model.batch import Batch
     from qwen3_asgi.model.kv import LayerKV
+
+    VarlenAttention = Callable[..., Tensor]
 
 logger = logging.getLogger(__name__)
 
@@ -73,3 +77,76 @@ def pages(kv: LayerKV, block_size: int) -> tuple[Tensor, Tensor]:
     shape = (heads, slots // block_size, block_size, dim)
     keys, values = (cache.view(shape).permute(1, 2, 0, 3) for cache in kv)
     return keys, values
+
+
+class Chunks(NamedTuple):
+    """The spans of a batch behind its first `first`, which are of one token each.
+
+    `ends` is int32 `[n + 1]`, the running sum of their lengths; `held` int32 `[n]`, how many
+    positions each has in the pool; `tables` int32 `[n, most blocks]`. `longest` and `most_held` are
+    bounds of their lengths and of `held`.
+    """
+
+    first: int
+    ends: Tensor
+    held: Tensor
+    tables: Tensor
+    longest: int
+    most_held: int
+
+
+def chunks_of(batch: Batch, first: int) -> Chunks:
+    """
+    Raises:
+        ValueError: the batch was built without block tables.
+    """
+    paged = batch.paged
+    if paged is None:
+        raise ValueError("attention reads block tables: build the batch with paged=True")
+    spans = paged.spans[first:]
+    lasts = batch.last_rows[first:]
+    befores = (first - 1, *lasts[:-1])
+    most_held = batch.last_position + 1
+    blocks = torch.arange(-(-most_held // paged.block_size), device=spans.device)
+    # Behind the end of a sequence stand ids of others; `held` says that they are not to be read.
+    at = (spans[:, 3:] + blocks).clamp_(max=len(paged.tables) - 1)
+    return Chunks(
+        first,
+        functional.pad(spans[:, 1].cumsum(0), (1, 0)).to(torch.int32),
+        (spans[:, 1] + spans[:, 2]).to(torch.int32),
+        paged.tables[at],
+        max(last - before for last, before in zip(lasts, befores, strict=True)),
+        most_held,
+    )
+
+
+def attend_chunks(
+    attention: VarlenAttention,
+    queries: Tensor,
+    kv: LayerKV,
+    block_size: int,
+    chunks: Chunks,
+    out: Tensor,
+    *,
+    num_heads: int,
+) -> None:
+    """`attention.paged_attention` of the chunks alone, by `varlen_attn`."""
+    dim = kv.keys.shape[2]
+    keys, values = pages(kv, block_size)
+    own = queries[chunks.first :, : num_heads * dim]
+    found = attention(
+        own.view(len(own), num_heads, dim),
+        keys,
+        values,
+        chunks.ends,
+        None,
+        chunks.longest,
+        chunks.most_held,
+        window_size=(-1, 0),
+        enable_gqa=True,
+        seqused_k=chunks.held,
+        block_table=chunks.tables,
+        # Otherwise how a row is computed depends on the longest of the batch.
+        num_splits=1,
+    )
+    out[chunks.first :] = found.flatten(1)

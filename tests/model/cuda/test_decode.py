@@ -9,7 +9,8 @@ from qwen3_asgi.model.batch import build_batch
 from qwen3_asgi.model.checkpoint import Checkpoint
 from qwen3_asgi.model.config import load_model_config
 from qwen3_asgi.model.cuda.attention import PIECE_TOKENS
-from qwen3_asgi.model.cuda.decode import CudaDecode, capture_graph, piece_buckets, smallest
+from qwen3_asgi.model.cuda.decode import CudaDecode, piece_buckets, smallest
+from qwen3_asgi.model.cuda.graphs import GraphCapture
 from qwen3_asgi.model.cuda.inputs import DecodeInputs
 from qwen3_asgi.model.cuda.operators import CudaOperators
 from qwen3_asgi.model.kv import KVPool
@@ -174,6 +175,7 @@ def test_a_table_that_changed_within_is_written_anew():
         (decode_row("a", -2, 0, [1]), "token id -2 is out of range"),
         (decode_row("a", 1, 4, [1]), "row a ends at token 5, its block table covers 4"),
         (decode_row("a", 1, 256, [1] * 65), "row a ends at token 257, the model holds at most 256"),
+        (decode_row("a", 1, 9999, [1]), "row a ends at token 10000, the model holds at most 256"),
     ],
 )
 def test_a_row_that_cannot_be_run_is_refused_and_the_next_step_is_unharmed(row, message):
@@ -222,16 +224,16 @@ def test_only_plain_decode_steps_are_taken():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("tied"), "tied")
+    return write_checkpoint(tmp_path_factory.mktemp("tied"), "tied", num_hidden_layers=2)
 
 
 @needs_kernels
 @pytest.mark.parametrize(
     "capture",
     [
-        pytest.param(lambda run: run, id="plain"),
+        pytest.param(lambda: lambda run: run, id="plain"),
         pytest.param(
-            capture_graph,
+            GraphCapture,
             id="graphs",
             marks=[
                 pytest.mark.cuda,
@@ -268,7 +270,7 @@ def test_pipelined_decode_continues_like_transformers(checkpoint, capture):
             paged=True,
         )
         model.forward(batch, pool)
-    decode = decode_of(lambda batch: model.logits(model.forward(batch, pool)), capture=capture)
+    decode = decode_of(lambda batch: model.logits(model.forward(batch, pool)), capture=capture())
     found = {name: [] for name in prompts}
     running = []
     for step in range(4):

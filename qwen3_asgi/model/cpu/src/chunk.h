@@ -3,16 +3,12 @@
 // used for a block of query rows: the query heads of a KV head stand below one another.
 #pragma once
 #include "pool.h"
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
+#include "products.h"
 
 constexpr int BLOCK_ROWS = 64;
 
-// c[rows, N] (+)= a[rows, depth] @ b[depth, N], N = WIDE vectors; b is `ldb` wide, c `ldc`, a `lda`.
-// In float; the order of each sum is that of depth.
-struct FloatProduct {
-    typedef float item;
+// The factors of a tile as the product reads them.
+struct FloatTiles : FloatProduct {
     template <typename T>
     static void pack_keys(const T* const* rows, int count, int dim, item* out) {
         for (int t = 0; t < TILE; t++)
@@ -27,31 +23,10 @@ struct FloatProduct {
             for (int d = 0; d < dim; d += LANES)
                 store(out + t * dim + d, t < count ? load(rows[t] + d) : vf{});
     }
-    template <typename T>
-    static void pack_row(const T* row, int count, item* out) {
-        for (int d = 0; d < count; d += LANES) store(out + d, load(row + d));
-    }
-    template <int ROWS, int WIDE, bool ADD>
-    static inline void multiply(const item* a, int lda, const item* b, int ldb, int depth,
-                                float* c, int ldc) {
-        vf acc[ROWS][WIDE];
-        for (int r = 0; r < ROWS; r++)
-            for (int w = 0; w < WIDE; w++)
-                acc[r][w] = ADD ? load(c + r * ldc + w * LANES) : vf{};
-        for (int k = 0; k < depth; k++)
-            for (int w = 0; w < WIDE; w++) {
-                vf v = load(b + k * ldb + w * LANES);
-                for (int r = 0; r < ROWS; r++) acc[r][w] += a[r * lda + k] * v;
-            }
-        for (int r = 0; r < ROWS; r++)
-            for (int w = 0; w < WIDE; w++) store(c + r * ldc + w * LANES, acc[r][w]);
-    }
 };
 
 #ifdef __AVX512BF16__
-// The same with bf16 factors, two of the depth to an instruction; b holds pairs of its rows.
-struct PairProduct {
-    typedef bf16 item;
+struct PairTiles : PairProduct {
     static void pack_keys(const bf16* const* rows, int count, int dim, item* out) {
         // A pair of dimensions is one 32-bit word: transpose words, 16 keys by 16 pairs at once.
         for (int t = 0; t < TILE; t += 16)
@@ -74,30 +49,6 @@ struct PairProduct {
                 _mm512_storeu_si512(out + (t / 2 * dim + d) * 2,
                                     _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
             }
-    }
-    static void pack_row(const bf16* row, int count, item* out) {
-        memcpy(out, row, count * sizeof(bf16));
-    }
-    template <int ROWS, int WIDE, bool ADD>
-    static inline void multiply(const item* a, int lda, const item* b, int ldb, int depth,
-                                float* c, int ldc) {
-        __m512 acc[ROWS][WIDE];
-        for (int r = 0; r < ROWS; r++)
-            for (int w = 0; w < WIDE; w++)
-                acc[r][w] = ADD ? _mm512_loadu_ps(c + r * ldc + w * 16) : _mm512_setzero_ps();
-        for (int k = 0; k < depth; k += 2) {
-            __m512bh v[WIDE];
-            for (int w = 0; w < WIDE; w++)
-                v[w] = (__m512bh)_mm512_loadu_si512(b + (k / 2 * ldb + w * 16) * 2);
-            for (int r = 0; r < ROWS; r++) {
-                int32_t pair;
-                memcpy(&pair, a + r * lda + k, sizeof pair);
-                const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-                for (int w = 0; w < WIDE; w++) acc[r][w] = _mm512_dpbf16_ps(acc[r][w], both, v[w]);
-            }
-        }
-        for (int r = 0; r < ROWS; r++)
-            for (int w = 0; w < WIDE; w++) _mm512_storeu_ps(c + r * ldc + w * 16, acc[r][w]);
     }
 
    private:
@@ -128,21 +79,21 @@ struct PairProduct {
 #endif
 
 template <typename T>
-struct ProductOf {
-    typedef FloatProduct type;
+struct TilesOf {
+    typedef FloatTiles type;
 };
 #ifdef __AVX512BF16__
 template <>
-struct ProductOf<bf16> {
-    typedef PairProduct type;
+struct TilesOf<bf16> {
+    typedef PairTiles type;
 };
 #endif
 
-// All rows and all N columns; ROWS at once are what the registers hold.
+// All rows and all N columns.
 template <typename P, int N, bool ADD>
 static void product(const typename P::item* a, int lda, const typename P::item* b, int depth,
                     int rows, float* c) {
-    constexpr int ROWS = LANES == 16 ? 6 : 3;
+    constexpr int ROWS = ROWS_AT_ONCE;
     constexpr int WIDE = N / LANES < 4 ? N / LANES : 4;
     constexpr int PAIR = sizeof(typename P::item) == 2 ? 2 : 1;
     for (int n = 0; n < N; n += WIDE * LANES) {
@@ -181,7 +132,7 @@ static inline float softmax_row(float* row, int visible, float scale, float& bes
 template <typename T, int D>
 static void chunk_block(const Step& step, const Layer<T>& layer, const Span& span, int64_t head,
                         int64_t from, int64_t count) {
-    typedef typename ProductOf<T>::type P;
+    typedef typename TilesOf<T>::type P;
     typedef typename P::item item;
     const int group = (int)(step.heads / step.kv_heads), rows = (int)count * group;
     const int64_t width = step.heads + 2 * step.kv_heads;

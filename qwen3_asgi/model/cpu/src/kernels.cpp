@@ -8,6 +8,8 @@
 #include "rows.h"
 #include "decode.h"
 #include "chunk.h"
+#include "int8.h"
+#include "linear.h"
 
 struct ChunkTask {
     int64_t span, head, from, count;
@@ -123,6 +125,61 @@ void qwen3_silu_mul(int wide, const void* fused, void* out, int64_t rows, int64_
         silu_mul((const float*)fused, (float*)out, rows, width, threads);
     else
         silu_mul((const bf16*)fused, (bf16*)out, rows, width, threads);
+}
+
+int qwen3_panel(void) { return PANEL; }
+
+// Whether 8-bit weights are multiplied by a kernel.
+int qwen3_has_int8(void) {
+#ifdef __AVX512VNNI__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+void qwen3_pack(int wide, const void* source, void* panels, int64_t columns, int64_t depth,
+                int threads) {
+    if (wide)
+        pack_panels((const float*)source, (float*)panels, columns, depth, threads);
+    else
+        pack_panels((const bf16*)source, (bf16*)panels, columns, depth, threads);
+}
+
+void qwen3_rows(int wide, const void* panels, const int64_t* ids, void* out, int64_t count,
+                int64_t depth, int threads) {
+    if (wide)
+        panel_rows((const float*)panels, ids, (float*)out, count, depth, threads);
+    else
+        panel_rows((const bf16*)panels, ids, (bf16*)out, count, depth, threads);
+}
+
+void qwen3_linear(int wide, const void* x, const void* panels, void* y, int64_t rows,
+                  int64_t columns, int64_t depth, int threads) {
+    if (wide)
+        linear((const float*)x, (const float*)panels, (float*)y, rows, columns, depth, threads);
+    else
+        linear((const bf16*)x, (const bf16*)panels, (bf16*)y, rows, columns, depth, threads);
+}
+
+void qwen3_pack_int8(int wide, const void* source, int8_t* panels, float* scales, int32_t* sums,
+                     int64_t columns, int64_t depth, int threads) {
+    if (wide)
+        pack_int8((const float*)source, panels, scales, sums, columns, depth, threads);
+    else
+        pack_int8((const bf16*)source, panels, scales, sums, columns, depth, threads);
+}
+
+void qwen3_int8_linear(int wide, const void* x, const int8_t* panels, const float* scales,
+                       const int32_t* sums, void* y, int64_t rows, int64_t columns, int64_t depth,
+                       int threads) {
+#ifdef __AVX512VNNI__
+    if (wide)
+        int8_linear((const float*)x, panels, scales, sums, (float*)y, rows, columns, depth,
+                    threads);
+    else
+        int8_linear((const bf16*)x, panels, scales, sums, (bf16*)y, rows, columns, depth, threads);
+#endif
 }
 }
 #pragma GCC visibility pop

@@ -1,0 +1,41 @@
+"""The compiled library of this process, with its functions' arguments declared."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+from qwen3_asgi.model.cpu.build import BuildError, cache_folder, load_library
+
+_ADDRESS, _SIZE, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+# As in kernels.cpp. `wide` and the number of threads are flags of an int.
+_ARGUMENTS: dict[str, tuple[type, ...]] = {
+    "qwen3_attention": (_ADDRESS, _FLAG, *[_ADDRESS] * 5),
+    "qwen3_add_norm": (_FLAG, *[_ADDRESS] * 4, _SIZE, _SIZE, ctypes.c_double, _FLAG),
+    "qwen3_silu_mul": (_FLAG, *[_ADDRESS] * 2, _SIZE, _SIZE, _FLAG),
+    "qwen3_panel": (),
+    "qwen3_has_int8": (),
+    "qwen3_pack": (_FLAG, *[_ADDRESS] * 2, _SIZE, _SIZE, _FLAG),
+    "qwen3_rows": (_FLAG, *[_ADDRESS] * 3, _SIZE, _SIZE, _FLAG),
+    "qwen3_linear": (_FLAG, *[_ADDRESS] * 3, *[_SIZE] * 3, _FLAG),
+    "qwen3_pack_int8": (_FLAG, *[_ADDRESS] * 4, _SIZE, _SIZE, _FLAG),
+    "qwen3_int8_linear": (_FLAG, *[_ADDRESS] * 5, *[_SIZE] * 3, _FLAG),
+}
+_RETURN_INT = ("qwen3_attention", "qwen3_panel", "qwen3_has_int8")
+
+
+@cache
+def kernel_library() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None and why there is none; never raises.
+
+    Once per process: a failing compiler is not asked again for every engine.
+    """
+    try:
+        library = load_library(cache_folder())
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = ctypes.c_int if name in _RETURN_INT else None
+    except (BuildError, AttributeError) as error:  # the latter: a damaged file
+        return None, str(error)
+    return library, ""
