@@ -18,6 +18,7 @@ from qwen3_asgi.config import EngineConfig, SamplingParams
 from qwen3_asgi.engine.engine import Engine
 from qwen3_asgi.engine.loading import load_model
 from qwen3_asgi.errors import GenerationFailed
+from qwen3_asgi.scheduler.plan import result_of
 
 if TYPE_CHECKING:
     import random
@@ -179,6 +180,7 @@ class FaultyExecutor:
             raise Injected(INJECTED)
         result = self._executor.step(plan)
         if fails:
+            result_of(result)  # nothing may still write to blocks that are given back
             raise Injected(INJECTED)
         return result
 

@@ -16,7 +16,10 @@ WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 44
 LEGEND_LINE = 16
 TEXT = "#808890"
-COLOURS = ("#3b82c4", "#e08a1e", "#5f9e6e", "#a06cc0", "#d64545", "#9aa3ab", "#b8860b", "#2aa198")
+COLOURS = (
+    *("#3b82c4", "#e08a1e", "#5f9e6e", "#a06cc0", "#d64545", "#9aa3ab", "#b8860b", "#2aa198"),
+    "#d0679d",
+)
 
 
 class Series(NamedTuple):

@@ -10,6 +10,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from qwen3_asgi.bench.peer_commands import (
+    add_peer_commands,
+    add_peer_options,
+    storm_beside_peers,
+)
 from qwen3_asgi.bench.speed_commands import add_speed_commands
 
 if TYPE_CHECKING:
@@ -22,6 +27,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add every benchmark to `qwen3-asgi bench`; each sets `run`, which returns the exit status."""
     kinds = parser.add_subparsers(dest="bench", required=True)
     add_speed_commands(kinds)
+    add_peer_commands(kinds)
 
     storm = kinds.add_parser("storm", help="N clients hang up at once: how long until 0/0")
     storm.add_argument("url", nargs="?", help="base URL of a running server (with /load)")
@@ -42,6 +48,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     storm.add_argument("--seed", type=int, default=0, help="of the random hang-ups")
     storm.add_argument("--repeat", type=int, default=5, help="rounds, of which medians are taken")
+    add_peer_options(storm)
     storm.set_defaults(run=_storm)
 
     seam = kinds.add_parser("seam", help="what DisconnectMiddleware adds to a request")
@@ -172,6 +179,8 @@ def _storm(arguments: argparse.Namespace) -> int:
     if sum([arguments.url is not None, arguments.in_process, arguments.server is not None]) != 1:
         print("give one of a URL, --in-process and --server", file=sys.stderr)
         return 2
+    if arguments.compare:
+        return storm_beside_peers(arguments)
     options = _options(StormOptions, arguments)
     if arguments.url is not None:
         report = run_storm(arguments.url, options)

@@ -19,7 +19,7 @@ from qwen3_asgi.bench.chart import Series, line_chart
 from qwen3_asgi.bench.figures import columns, quantile
 from qwen3_asgi.bench.serve_client import run_load
 from qwen3_asgi.bench.serve_work import Length, Request, Server, draw_lengths, poisson
-from qwen3_asgi.bench.wire import Probe, Target
+from qwen3_asgi.bench.wire import Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -124,12 +124,13 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class ServeReport:
     """`refused` has the request fields that a server would not take, `no_usage` the servers whose
-    tokens were counted by events."""
+    tokens were counted by events, `models` what each was asked for."""
 
     options: ServeOptions
     rows: tuple[Row, ...]
     refused: dict[str, list[str]] = field(default_factory=dict)
     no_usage: tuple[str, ...] = ()
+    models: dict[str, str] = field(default_factory=dict)
 
     def ratios(self) -> list[tuple[Row, Row, dict[str, float]]]:
         """The first server's figures by those of each other under the same load."""
@@ -171,7 +172,7 @@ class ServeReport:
             {"server": a.server, "by": b.server, "prompt": a.prompt, "load": a.load, **of}
             for a, b, of in self.ratios()
         ]
-        more = {"refused": self.refused, "no_usage": self.no_usage}
+        more = {"refused": self.refused, "no_usage": self.no_usage, "models": self.models}
         return json.dumps({"options": options, **more, "rows": rows, "ratios": ratios})
 
 
@@ -274,22 +275,8 @@ def run_serve(urls: Sequence[str], options: ServeOptions) -> ServeReport:
         tuple(rows),
         {server.url: server.refused for server in servers},
         tuple(server.url for server in servers if not server.reports_usage),
+        {server.url: server.model for server in servers},
     )
-
-
-def first_model(url: str) -> str:
-    """The first model that the server lists.
-
-    Raises:
-        ValueError: it lists none.
-    """
-    probe = Probe(Target.parse(url))
-    try:
-        return str(json.loads(probe.get("/v1/models"))["data"][0]["id"])
-    except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{url} does not say which models it has, give --model: {error}") from None
-    finally:
-        probe.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,13 +196,16 @@ class Reader:
             raise WireError("malformed", f"{error}: {data[:60]!r}") from None
 
     def _note(self, now: float, says: bool, usage: dict[str, Any], in_chunk: bool) -> None:
-        count, tokens = usage.get("completion_tokens"), 0
+        count, tokens, grows = usage.get("completion_tokens"), 0, False
         if count is not None:
             self._usage = int(count)
             self.answer.prompt_tokens = int(usage.get("prompt_tokens") or 0) or None
-            if in_chunk:
+            # Some servers put the usage of the whole answer into the last event with a choice: that
+            # event did not bring all the tokens.
+            grows = in_chunk and (self._seen > 0 or not self.answer.chunks)
+            if grows:
                 tokens, self._seen = max(0, self._usage - self._seen), max(self._seen, self._usage)
-        if tokens or (says and not (in_chunk and count is not None)):
+        if tokens or (says and not grows):
             self.answer.chunks.append((now, float(tokens)))
 
 

@@ -6,17 +6,18 @@ from server to server: a prompt that was sent before would be found in the prefi
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from qwen3_asgi.bench.serve_client import Endpoint, Work, run_load
+from qwen3_asgi.bench.wire import Probe, Target
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from qwen3_asgi.bench.serve_wire import Answer
-    from qwen3_asgi.bench.wire import Target
 
 Api = Literal["completions", "chat"]
 WORDS = (
@@ -60,9 +61,12 @@ class Length(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked for beside the prompt. `extra` goes into every body as it is."""
+    """What is asked for beside the prompt. `extra` goes into every body as it is.
 
-    model: str
+    `model` None: of each server the first that it lists.
+    """
+
+    model: str | None = None
     api: Api = "completions"
     temperature: float = 0.0
     ignore_eos: bool = True
@@ -75,16 +79,35 @@ class Request:
         return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
 
 
+def first_model(url: str) -> str:
+    """The first model that the server lists.
+
+    Raises:
+        ValueError: it lists none.
+    """
+    probe = Probe(Target.parse(url))
+    try:
+        return str(json.loads(probe.get("/v1/models"))["data"][0]["id"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{url} does not say which models it has, give --model: {error}") from None
+    finally:
+        probe.close()
+
+
 class Server:
     """One server under load, and what it was found to accept.
 
     `place` is its number among those that are compared. Call `meet` first.
+
+    Raises:
+        ValueError: no model was named, and it lists none.
     """
 
     def __init__(self, url: str, target: Target, request: Request, place: int) -> None:
         self.url = url
         self.refused: list[str] = []
         self.reports_usage = False
+        self.model = request.model or first_model(url)
         self._request = request
         self._place = place
         self.endpoint = Endpoint(target, request.path, request.api_key, request.timeout)
@@ -131,7 +154,7 @@ class Server:
         prompt = " ".join(rng.choices(WORDS, k=words))
         options: dict[str, Any] = {"include_usage": True, "continuous_usage_stats": True}
         body: dict[str, Any] = {
-            "model": request.model,
+            "model": self.model,
             "max_tokens": max_tokens,
             "temperature": request.temperature,
             "stream": True,

@@ -1,23 +1,25 @@
-"""The arguments of `qwen3-asgi bench serve | step | startup`, and what each of them prints.
+"""The arguments of `qwen3-asgi bench serve | step | startup | growth | memory`; what each prints.
 
 Imports no benchmark until one is run: the command line must start fast.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import argparse
+from qwen3_asgi.config import EngineConfig
 
+if TYPE_CHECKING:
     from qwen3_asgi.bench.serve import ServeOptions
 
 
 def add_speed_commands(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the benchmarks of a server, a step and a start."""
+    """Add the benchmarks of a server, a step, a start, growth and memory."""
     serve = kinds.add_parser("serve", help="load on a server: tok/s, TTFT, time between tokens")
     serve.add_argument("url", nargs="?", help="base URL of a running OpenAI-compatible server")
     serve.add_argument(
@@ -26,7 +28,9 @@ def add_speed_commands(kinds: argparse._SubParsersAction[argparse.ArgumentParser
     serve.add_argument(
         "--compare", nargs="+", default=[], metavar="URL", help="the same work for these, in turn"
     )
-    serve.add_argument("--model", help="the model to request (and to start, as tiny)")
+    serve.add_argument(
+        "--model", help="the model to start; with a URL, to request (default: what a server lists)"
+    )
     serve.add_argument("--api", choices=["completions", "chat"], default="completions")
     serve.add_argument("-n", "--clients", type=int, nargs="+", default=[8], help="at once")
     serve.add_argument(
@@ -70,6 +74,20 @@ def add_speed_commands(kinds: argparse._SubParsersAction[argparse.ArgumentParser
         action="store_true",
         help="a plain forward loop of transformers with the same weights, in turn",
     )
+    step.add_argument(
+        "--compare-llama-cpp",
+        type=Path,
+        metavar="GGUF",
+        help="llama.cpp on the same weights (`make-model --gguf`), in turn",
+    )
+    step.add_argument(
+        "--compare-config",
+        type=_fields,
+        action="append",
+        default=[],
+        metavar="JSON",
+        help="the same engine with these fields of EngineConfig changed, in turn; may be repeated",
+    )
     step.set_defaults(run=_step)
 
     startup = kinds.add_parser("startup", help="from the start of a process to ready, split")
@@ -78,7 +96,28 @@ def add_speed_commands(kinds: argparse._SubParsersAction[argparse.ArgumentParser
     startup.add_argument("--repeat", type=int, default=5, help="processes, one after the other")
     startup.set_defaults(run=_startup)
 
-    for kind in (serve, step, startup):
+    growth = kinds.add_parser("growth", help="tok/s against clients and context, in process")
+    growth.add_argument("--model", default="tiny")
+    _add_engine(growth)
+    powers = [2**power for power in range(16)]
+    growth.add_argument("-n", "--clients", type=int, nargs="+", default=powers[:9], help="at once")
+    growth.add_argument("--context", type=int, nargs="+", default=powers[7:], metavar="TOKENS")
+    growth.add_argument("--num-kv-blocks", type=int, help="what does not fit is left out")
+    growth.add_argument("--steps", type=int, default=5, help="timed at each point")
+    growth.add_argument("--svg", type=Path, metavar="FILE", help="write a chart")
+    growth.set_defaults(run=_growth)
+
+    memory = kinds.add_parser("memory", help="resident memory beside weights and KV pool, split")
+    memory.add_argument("--model", default="tiny")
+    _add_engine(memory)
+    memory.add_argument("--num-kv-blocks", type=int, default=512)
+    memory.add_argument("--max-prefill-tokens", type=int)
+    memory.add_argument("--requests", type=int, default=8, help="at once")
+    memory.add_argument("--prompt-tokens", type=int, default=512, help="of each request")
+    memory.add_argument("--output-tokens", type=int, default=16, help="of each request")
+    memory.set_defaults(run=_memory)
+
+    for kind in (serve, step, startup, growth, memory):
         kind.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -87,6 +126,8 @@ ENGINE_FIELDS = (
     "dtype",
     "load_format",
     "num_threads",
+    "quantization",
+    "batch_invariant",
     "num_kv_blocks",
     "max_context_tokens",
     "max_prefill_tokens",
@@ -99,6 +140,19 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--load-format", choices=["auto", "dummy"])
     parser.add_argument("--num-threads", type=int)
+    parser.add_argument("--quantization", choices=["int8"])
+    parser.add_argument("--batch-invariant", action="store_true", default=None)
+
+
+def _fields(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}") from error
+    known = {each.name for each in dataclasses.fields(EngineConfig)}
+    if not isinstance(found, dict) or not found or not found.keys() <= known:
+        raise argparse.ArgumentTypeError(f"{text} is no JSON object of fields of EngineConfig")
+    return found
 
 
 def _engine_fields(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -108,7 +162,6 @@ def _engine_fields(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _serve(arguments: argparse.Namespace) -> int:
     from qwen3_asgi.bench.host_app import HostSettings, host_process
-    from qwen3_asgi.bench.serve import first_model
 
     if (arguments.url is None) == (arguments.server is None):
         print("give a URL or --server", file=sys.stderr)
@@ -118,17 +171,17 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.url} runs already: engine options are for --server")
     if arguments.url is not None:
         urls = [arguments.url, *arguments.compare]
-        model = arguments.model or first_model(arguments.url)
-        return _print_serve(urls, _serve_options(arguments, model), arguments)
+        return _print_serve(urls, _serve_options(arguments, arguments.model), arguments)
     model = arguments.model or "tiny"
     max_batch = arguments.max_batch or max(32, *arguments.clients)
     settings = HostSettings(model, arguments.server, max_batch=max_batch, engine=fields)
-    options = _serve_options(arguments, model)
+    # Each server has a name of its own for the model: what it lists.
+    options = _serve_options(arguments, None)
     with host_process(settings) as url:
         return _print_serve([f"{url}/llm", *arguments.compare], options, arguments)
 
 
-def _serve_options(arguments: argparse.Namespace, model: str) -> ServeOptions:
+def _serve_options(arguments: argparse.Namespace, model: str | None) -> ServeOptions:
     from qwen3_asgi.bench.serve import ServeOptions
     from qwen3_asgi.bench.serve_work import Length, Request
 
@@ -181,6 +234,8 @@ def _step(arguments: argparse.Namespace) -> int:
             chunks=tuple(arguments.chunk),
             steps=arguments.steps,
             compare_transformers=arguments.compare_transformers,
+            compare_llama_cpp=arguments.compare_llama_cpp,
+            others=tuple(arguments.compare_config),
         )
     )
     print(report.to_json() if arguments.json else table(report))
@@ -192,6 +247,40 @@ def _startup(arguments: argparse.Namespace) -> int:
 
     report = run_startup(
         StartupOptions(arguments.model, _engine_fields(arguments), arguments.repeat)
+    )
+    print(report.to_json() if arguments.json else table(report))
+    return 0
+
+
+def _growth(arguments: argparse.Namespace) -> int:
+    from qwen3_asgi.bench.growth import GrowthOptions, chart, run_growth, table
+
+    report = run_growth(
+        GrowthOptions(
+            arguments.model,
+            _engine_fields(arguments),
+            tuple(arguments.clients),
+            tuple(arguments.context),
+            arguments.steps,
+        )
+    )
+    if arguments.svg is not None:
+        arguments.svg.write_text(chart(report), encoding="utf-8")
+    print(report.to_json() if arguments.json else table(report))
+    return 0
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    from qwen3_asgi.bench.memory import MemoryOptions, run_memory, table
+
+    report = run_memory(
+        MemoryOptions(
+            arguments.model,
+            _engine_fields(arguments),
+            arguments.requests,
+            arguments.prompt_tokens,
+            arguments.output_tokens,
+        )
     )
     print(report.to_json() if arguments.json else table(report))
     return 0

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from operator import truediv
 from pathlib import Path
 from typing import Any, Protocol
 
 from qwen3_asgi.bench.figures import columns
+from qwen3_asgi.bench.llama_cpp import LlamaCpp
 from qwen3_asgi.bench.step_scheduling import scheduling_seconds
 from qwen3_asgi.config import EngineConfig
 from qwen3_asgi.engine.loading import load_model
@@ -23,13 +25,13 @@ PARTS = (*MODEL_PARTS, "scheduling", "delivery")
 
 
 class Decoding(Protocol):
-    """Seconds: of whole steps, of transformers' in turn, of each split step's parts and "step"."""
+    """Seconds: of whole steps, of each peer's in turn, of each split step's parts and "step"."""
 
     @property
     def plain(self) -> list[float]: ...
 
     @property
-    def peer(self) -> list[float]: ...
+    def peers(self) -> dict[str, list[float]]: ...
 
     @property
     def parts(self) -> list[dict[str, float]]: ...
@@ -50,7 +52,7 @@ class Measured(Protocol):
 
     def decode_needs(self, batch: int, context: int) -> tuple[int, int]: ...
 
-    def prefill(self, chunk: int, steps: int) -> tuple[list[float], list[float]]: ...
+    def prefill(self, chunk: int, steps: int) -> tuple[list[float], dict[str, list[float]]]: ...
 
     def prefill_needs(self, chunk: int) -> tuple[int, int]: ...
 
@@ -59,7 +61,9 @@ class Measured(Protocol):
 class StepOptions:
     """Every batch at every context (tokens a row attends to), and prefill of every chunk.
 
-    `engine` has fields of `EngineConfig`; the number of KV blocks follows from the points.
+    `engine` has fields of `EngineConfig`; the number of KV blocks follows from the points. Peers,
+    each in turn with the steps: a loop of transformers, llama.cpp on a GGUF file, and `others`, the
+    same engine with some fields of its configuration changed.
     """
 
     model: str = "tiny"
@@ -69,6 +73,8 @@ class StepOptions:
     chunks: tuple[int, ...] = (128, 512)
     steps: int = 10
     compare_transformers: bool = False
+    compare_llama_cpp: Path | None = None
+    others: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,8 @@ class Point:
 
     `parts` sum to `step_ms`. `floor_ms` is what reading the bytes or doing the operations takes at
     the measured limits, whichever is more, `bound` says which; `of_floor` is its share of the
-    model's part of the step. `ratio` is transformers' time by the model's.
+    model's part of the step. `peer_ms` has the peers' times, and `ratios` the median of their
+    times by the model's, step by step.
     """
 
     kind: str
@@ -89,8 +96,8 @@ class Point:
     floor_ms: float
     bound: str
     of_floor: float
-    transformers_ms: float | None
-    ratio: float | None
+    peer_ms: dict[str, float]
+    ratios: dict[str, float]
 
     @property
     def tokens_per_second(self) -> float:
@@ -115,19 +122,21 @@ class StepReport:
             {**asdict(each), "tokens_per_second": round(each.tokens_per_second, 3)}
             for each in self.points
         ]
-        return json.dumps({**asdict(self), "points": points})
+        return json.dumps({**asdict(self), "points": points}, default=str)
 
 
 def table(report: StepReport) -> str:
     """The report as lines for a person."""
-    decode = [["decode: batch, context", "step ms", *PARTS, "floor ms", "of floor", "tok/s", "hf"]]
-    prefill = [["prefill: tokens", "ms", "floor ms", "of floor", "tok/s", "hf"]]
+    peers = list(report.points[0].ratios) if report.points else []
+    ends = ["floor ms", "of floor", "tok/s", *peers]
+    decode = [["decode: batch, context", "step ms", *PARTS, *ends]]
+    prefill = [["prefill: tokens", "ms", *ends]]
     for point in report.points:
         tail = [
             f"{point.floor_ms:.3g} ({point.bound})",
             f"{point.of_floor:.0%}",
             f"{point.tokens_per_second:,.0f}",
-            "" if point.ratio is None else f"{point.ratio:.2f}x",
+            *(f"{point.ratios[name]:.2f}x" for name in peers),
         ]
         if point.kind == "prefill":
             prefill.append([f"{point.tokens}", f"{point.step_ms:.3g}", *tail])
@@ -141,8 +150,8 @@ def table(report: StepReport) -> str:
     )
     tables = [columns(rows) for rows in (decode, prefill) if len(rows) > 1]
     notes = ["attention includes QK norm, RoPE and the KV write; norm includes the activation"]
-    if any(point.ratio is not None for point in report.points):
-        notes.append("hf: the time of a transformers forward loop by the model's, in turn")
+    if peers:
+        notes.append(f"{', '.join(peers)}: their time by the model's, in turn")
     return "\n".join([head, *tables, *notes])
 
 
@@ -154,22 +163,34 @@ def run_step(options: StepOptions) -> StepReport:
         ModelLoadError: the model cannot be loaded.
     """
     _check(options)
-    config = EngineConfig(**{**options.engine, "num_kv_blocks": _blocks(options)})
+    # On CUDA larger batches than `max_batch` would run without their graphs.
+    rows = {"max_batch": max(options.batches), **options.engine}
+    config = EngineConfig(**{**rows, "num_kv_blocks": _blocks(options)})
     from qwen3_asgi.model.stepping import Bench
 
     executor = load_model(options.model, config).executor
+    try:
+        bench = Bench(executor, None if config.quantization is None else 1)
+    except ValueError:
+        executor.close()
+        raise
     try:
         longest = max(*options.contexts, *options.chunks)
         if longest > executor.max_context_tokens:
             raise ValueError(
                 f"{options.model} holds at most {executor.max_context_tokens} tokens, got {longest}"
             )
-        bench = Bench(executor)
         if options.compare_transformers:
-            bench.add_peer(_folder(options.model, config))
+            bench.add_transformers(_folder(options.model, config))
+        if options.compare_llama_cpp is not None:
+            bench.add_peer(LlamaCpp(options.compare_llama_cpp, bench.threads))
+        for changes in options.others:
+            name = ", ".join(f"{key}={value}" for key, value in changes.items())
+            other = replace(config, **changes)
+            bench.add_own(name, load_model(options.model, other).executor)
         return _measure(options, bench)
     finally:
-        executor.close()
+        bench.close()
 
 
 def _measure(options: StepOptions, bench: Measured) -> StepReport:
@@ -190,10 +211,12 @@ def _measure(options: StepOptions, bench: Measured) -> StepReport:
             "delivery": delivery,
         }
         needs = bench.decode_needs(batch, context)
-        points.append(_point("decode", batch, context, model, parts, needs, limits, found.peer))
+        points.append(
+            _point("decode", batch, context, found.plain, parts, needs, limits, found.peers)
+        )
     for chunk, ours, theirs in prefills:
-        needs, model = bench.prefill_needs(chunk), statistics.median(ours)
-        points.append(_point("prefill", 1, chunk, model, {}, needs, limits, theirs))
+        needs = bench.prefill_needs(chunk)
+        points.append(_point("prefill", 1, chunk, ours, {}, needs, limits, theirs))
     threads = options.engine.get("num_threads")
     return StepReport(options, bench.device, bench.dtype, threads, *limits, tuple(points))
 
@@ -211,28 +234,30 @@ def _point(
     kind: str,
     batch: int,
     tokens: int,
-    model: float,
+    seconds: list[float],
     parts: dict[str, float],
     needs: tuple[int, int],
     limits: tuple[float, float],
-    peer: list[float],
+    peers: dict[str, list[float]],
 ) -> Point:
     reading, computing = (need / limit for need, limit in zip(needs, limits, strict=True))
-    floor = max(reading, computing)
+    floor, model = max(reading, computing), statistics.median(seconds)
     step = sum(parts.values()) if parts else model
-    theirs = statistics.median(peer) if peer else None
     return Point(
         kind,
         batch,
         tokens,
         step_ms=step * 1000,
         model_ms=model * 1000,
-        parts={name: seconds * 1000 for name, seconds in parts.items()},
+        parts={name: part * 1000 for name, part in parts.items()},
         floor_ms=floor * 1000,
         bound="bandwidth" if reading >= computing else "FLOP",
         of_floor=round(floor / model, 4),
-        transformers_ms=None if theirs is None else theirs * 1000,
-        ratio=None if theirs is None else round(theirs / model, 3),
+        peer_ms={name: statistics.median(theirs) * 1000 for name, theirs in peers.items()},
+        ratios={
+            name: round(statistics.median(map(truediv, theirs, seconds)), 3)
+            for name, theirs in peers.items()
+        },
     )
 
 

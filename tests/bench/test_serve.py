@@ -63,6 +63,31 @@ def test_servers_take_turns_and_ratios_are_of_medians(capsys):
         assert f"{ours} / {theirs}, load 2, prompt 24: output tok/s" in capsys.readouterr().out
 
 
+def test_each_server_is_asked_for_the_model_that_it_lists(capsys):
+    asked = []
+
+    def script(body, number):
+        asked.append(body["model"])
+        return 200, GOOD
+
+    with odd_server(script) as (_, theirs):
+        report = bench(
+            capsys,
+            "--server",
+            "uvicorn",
+            "--compare",
+            theirs,
+            *SMALL[:4],
+            "-n",
+            "1",
+            "--rounds",
+            "1",
+        )
+    ours = report["rows"][0]["server"]
+    assert report["models"] == {ours: "fake", theirs: "listed"}
+    assert set(asked) == {"listed"}
+
+
 def test_arrivals_are_reported_by_their_rate(capsys):
     options = ["--rate", "200", "--requests", "6", "--api", "chat"]
     report = bench(capsys, "--server", "uvicorn", *SMALL, *options)
@@ -77,6 +102,11 @@ def test_arrivals_are_reported_by_their_rate(capsys):
 
 class Odd(BaseHTTPRequestHandler):
     """What to answer is the server's own `script`: a function of the body and its number."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "listed"}]}')
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -62,6 +62,14 @@ def test_usage_at_the_end_is_spread_over_the_events():
     assert answer.gaps() == [0.5, 0.5]
 
 
+def test_usage_in_the_last_event_with_a_choice_is_of_the_whole_answer():
+    last = event(choices=[{"text": "", "finish_reason": "length"}], usage={"completion_tokens": 4})
+    answer = read(HEAD, text("ab"), text("cd"), last)
+    assert answer.chunks == [(2, 2), (3, 2)]
+    assert answer.output_tokens == 4
+    assert answer.gaps() == [0.5, 0.5]
+
+
 def test_a_token_without_text_is_a_token():
     answer = read(
         HEAD,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 
+from qwen3_asgi.bench import llama_cpp, llama_cpp_child
 from qwen3_asgi.bench.step import PARTS
 from qwen3_asgi.bench.step_scheduling import scheduling_seconds
 from qwen3_asgi.cli import main
@@ -48,7 +50,7 @@ def test_parts_sum_to_the_step(capsys):
         assert each["tokens_per_second"] == pytest.approx(
             each["batch"] / each["step_ms"] * 1000, abs=0.01
         )
-        assert each["ratio"] is None
+        assert each["ratios"] == {}
     (prefill,) = (each for each in report["points"] if each["kind"] == "prefill")
     assert (prefill["tokens"], prefill["parts"]) == (16, {})
 
@@ -56,7 +58,67 @@ def test_parts_sum_to_the_step(capsys):
 def test_transformers_is_compared_in_turn(capsys):
     assert main(["bench", "step", *SMALL, "--chunk", "16", "--compare-transformers", "--json"]) == 0
     for each in json.loads(capsys.readouterr().out)["points"]:
-        assert each["ratio"] == pytest.approx(each["transformers_ms"] / each["model_ms"], abs=1e-2)
+        assert each["peer_ms"]["transformers"] > 0
+        # The median of pairs, which lies between the extremes of both.
+        assert each["ratios"]["transformers"] > 0
+
+
+def test_the_same_engine_is_compared_with_itself_in_another_configuration(capsys):
+    other = json.dumps({"quantization": "int8"})
+    assert main(["bench", "step", *SMALL, "--chunk", "16", "--compare-config", other]) == 0
+    assert "quantization=int8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"speed": 9}'])
+def test_a_configuration_that_is_none_is_one_clear_line(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "step", *SMALL, "--compare-config", text])
+    assert "--compare-config" in capsys.readouterr().err
+
+
+def test_llama_cpp_that_is_not_there_is_one_clear_line(capsys, monkeypatch):
+    monkeypatch.setattr(llama_cpp, "find_spec", lambda name: None)
+    assert main(["bench", "step", *SMALL, "--compare-llama-cpp", "x.gguf"]) == 1
+    assert "llama-cpp-python" in capsys.readouterr().err
+
+
+class FakeModel:
+    """The child's model, without llama.cpp: each answer is a time of its own."""
+
+    def __init__(self, path, threads):
+        self.said = []
+
+    def fill(self, batch, context):
+        return batch + context / 1000
+
+    def decode(self):
+        return 0.5
+
+    def prefill(self, tokens):
+        return tokens / 10
+
+
+def test_the_child_answers_each_line_with_its_time(monkeypatch, capsys):
+    monkeypatch.setattr(llama_cpp_child, "Model", FakeModel)
+    monkeypatch.setattr("sys.argv", ["child", "x.gguf", "2"])
+    monkeypatch.setattr("sys.stdin", io.StringIO('["fill", 3, 19]\n["decode"]\n["prefill", 16]\n'))
+    llama_cpp_child.main()
+    said = [json.loads(line)["seconds"] for line in capsys.readouterr().out.splitlines()]
+    assert said == [0.0, 3.019, 0.5, 1.6]
+
+
+def test_llama_cpp_is_compared_in_turn(capsys, tmp_path):
+    """The whole way, where llama-cpp-python has been built."""
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    folder, file = tmp_path / "model", tmp_path / "model.gguf"
+    assert main(["bench", "make-model", "tiny", str(folder), "--gguf", str(file)]) == 0
+    capsys.readouterr()
+    arguments = [*SMALL, "--chunk", "16", "--compare-llama-cpp", str(file), "--json"]
+    arguments[1] = str(folder)
+    assert main(["bench", "step", *arguments]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert all(each["ratios"]["llama.cpp"] > 0 for each in points)
 
 
 def test_a_table_for_a_person(capsys):
