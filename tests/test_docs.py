@@ -222,7 +222,8 @@ async def test_the_answers_in_the_readme_are_the_bundled_models() -> None:
 
 
 def test_the_commands_in_the_docs_are_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line for block in blocks() if block.info == "bash" for line in block.code.splitlines()]
+    shell = [block.code for block in blocks() if block.info == "bash"]
+    lines = [line for code in shell for line in code.replace("\\\n", " ").splitlines()]
     texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     inline = re.findall(r"`(qwen3-asgi [^`]+)`", texts)
     ours = [line for line in lines if line.startswith("qwen3-asgi ")] + inline

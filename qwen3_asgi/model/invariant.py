@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from qwen3_asgi.model.config import ModelConfig
+    from qwen3_asgi.model.cpu.arena import Arena
     from qwen3_asgi.model.linear import LinearLayer
     from qwen3_asgi.model.operators import Operators
 
@@ -53,7 +54,7 @@ class _Padded:
         return self._layer(functional.pad(x, (0, self._missing)))
 
 
-def invariant_linear(weight: Tensor) -> LinearLayer:
+def invariant_linear(weight: Tensor, arena: Arena | None = None) -> LinearLayer:
     """A layer of a weight `[out, in]`; each row of its product depends on that row of `x` alone.
 
     It holds one copy of the weight, or the weight itself.
@@ -62,7 +63,8 @@ def invariant_linear(weight: Tensor) -> LinearLayer:
         return Programs(weight)
     # Adapters have ranks of any size.
     missing = -weight.shape[1] % WIDTH_MULTIPLE
-    panels = panel_linear(functional.pad(weight, (0, missing)) if missing else weight)
+    whole = functional.pad(weight, (0, missing)) if missing else weight
+    panels = panel_linear(whole, arena)
     if panels is None:
         return Tiles(weight)
     return _Padded(panels, missing) if missing else panels

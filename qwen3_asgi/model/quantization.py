@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from qwen3_asgi.errors import ModelLoadError
+from qwen3_asgi.model.cpu.arena import Arena
 from qwen3_asgi.model.cpu.linear import int8_linear, panel_linear
 from qwen3_asgi.model.invariant import invariant_linear
 from qwen3_asgi.model.linear import Linear
@@ -44,7 +46,7 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def choose_linear(
     quantization: str | None, device: torch.device, *, invariant: bool = False
 ) -> Callable[[torch.Tensor], LinearLayer]:
-    """What makes a layer of a weight `[out, in]`, which it may keep or copy.
+    """What makes a layer of a weight `[out, in]`, which it may keep or copy. One thread's.
 
     With `invariant` a row's result must not depend on the other rows.
 
@@ -54,26 +56,26 @@ def choose_linear(
     """
     if quantization is None:
         if invariant:
-            return invariant_linear
-        return _fastest if device.type == "cpu" else Linear
+            return partial(invariant_linear, arena=Arena())
+        return partial(_fastest, arena=Arena()) if device.type == "cpu" else Linear
     if device.type != "cpu":
         raise ModelLoadError(
             f"quantization={quantization!r} runs on the CPU only, the device is {device}; leave it "
             f"unset there, or load a checkpoint in fp8"
         )
-    return _invariant_int8 if invariant else _int8
+    return partial(_invariant_int8 if invariant else _int8, arena=Arena())
 
 
-def _fastest(weight: torch.Tensor) -> LinearLayer:
-    return panel_linear(weight) or Linear(weight)
+def _fastest(weight: torch.Tensor, arena: Arena) -> LinearLayer:
+    return panel_linear(weight, arena) or Linear(weight)
 
 
-def _int8(weight: torch.Tensor) -> LinearLayer:
-    return int8_linear(weight) or PlainInt8Linear(weight)
+def _int8(weight: torch.Tensor, arena: Arena) -> LinearLayer:
+    return int8_linear(weight, arena) or PlainInt8Linear(weight)
 
 
-def _invariant_int8(weight: torch.Tensor) -> LinearLayer:
-    layer = int8_linear(weight)
+def _invariant_int8(weight: torch.Tensor, arena: Arena) -> LinearLayer:
+    layer = int8_linear(weight, arena)
     if layer is None:
         raise ModelLoadError(
             "batch_invariant=True with quantization='int8' needs the compiled kernels and a CPU "

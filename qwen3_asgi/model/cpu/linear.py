@@ -15,6 +15,8 @@ from qwen3_asgi.model.cpu.library import kernel_library
 if TYPE_CHECKING:
     import ctypes
 
+    from qwen3_asgi.model.cpu.arena import Arena
+
 
 class PanelLinear:
     """A `LinearLayer` in bf16 or float32. Holds a copy of `weight` `[out, in]` in panels of
@@ -22,11 +24,13 @@ class PanelLinear:
 
     __slots__ = ("_library", "_panels", "shape")
 
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, weight: torch.Tensor, arena: Arena | None = None
+    ) -> None:
         weight = weight.contiguous()
         self.shape = (weight.shape[0], weight.shape[1])
         self._library = library
-        self._panels = weight.new_empty(_whole_panels(library, weight))
+        self._panels = _empty(arena, _whole_panels(library, weight), weight.dtype)
         library.qwen3_pack(
             *(_is_wide(weight), weight.data_ptr(), self._panels.data_ptr()),
             *(*self.shape, torch.get_num_threads()),
@@ -74,13 +78,15 @@ class Int8Linear:
 
     __slots__ = ("_dtype", "_library", "_panels", "_scales", "_sums", "shape")
 
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, weight: torch.Tensor, arena: Arena | None = None
+    ) -> None:
         weight = weight.contiguous()
         self.shape = (weight.shape[0], weight.shape[1])
         self._dtype = weight.dtype
         self._library = library
         values = _whole_panels(library, weight)
-        self._panels = torch.empty(values, dtype=torch.int8)
+        self._panels = _empty(arena, values, torch.int8)
         self._scales = torch.empty(values // self.shape[1], dtype=torch.float32)
         self._sums = torch.empty(values // self.shape[1], dtype=torch.int32)
         library.qwen3_pack_int8(
@@ -100,18 +106,18 @@ class Int8Linear:
         return y
 
 
-def panel_linear(weight: torch.Tensor) -> PanelLinear | None:
+def panel_linear(weight: torch.Tensor, arena: Arena | None = None) -> PanelLinear | None:
     """`weight` in panels, or None where there are no kernels for it."""
     library = _library_for(weight)
-    return None if library is None else PanelLinear(library, weight)
+    return None if library is None else PanelLinear(library, weight, arena)
 
 
-def int8_linear(weight: torch.Tensor) -> Int8Linear | None:
+def int8_linear(weight: torch.Tensor, arena: Arena | None = None) -> Int8Linear | None:
     """`weight` in 8 bits, or None where there are no kernels for it."""
     library = _library_for(weight)
     if library is None or not library.qwen3_has_int8():
         return None
-    return Int8Linear(library, weight)
+    return Int8Linear(library, weight, arena)
 
 
 def _library_for(weight: torch.Tensor) -> ctypes.CDLL | None:
@@ -120,6 +126,10 @@ def _library_for(weight: torch.Tensor) -> ctypes.CDLL | None:
     if weight.shape[1] % WIDTH_MULTIPLE:
         return None
     return kernel_library()[0]
+
+
+def _empty(arena: Arena | None, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(count, dtype=dtype) if arena is None else arena.empty(count, dtype)
 
 
 def _whole_panels(library: ctypes.CDLL, weight: torch.Tensor) -> int:
