@@ -6,6 +6,7 @@ others are copies, each in memory of its own.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from qwen3_asgi.scheduler.plan import RowKind
 
 WARM_UP_STEPS = 2
+# Threads that have nothing to do wait in a busy loop for some time, llama.cpp's for tenths of a
+# second, on the cores that the next one to be measured needs.
+SETTLE_SECONDS = 0.5
 MADE_UP_VALUES = 2**22
 
 
@@ -132,8 +136,9 @@ class Bench:
         ours: list[float] = []
         theirs: dict[str, list[float]] = {peer.name: [] for peer in self._peers}
         for number in range(-1, steps):
+            self._settle()
             seconds = self.timed_prompt(prompt)
-            others = {peer.name: peer.prefill(prompt) for peer in self._peers}
+            others = {peer.name: self._settled(peer).prefill(prompt) for peer in self._peers}
             if number >= 0:
                 ours.append(seconds)
                 for name, found in others.items():
@@ -147,8 +152,9 @@ class Bench:
             peer.prepare(batch, context)
         found = Decoding([], {peer.name: [] for peer in self._peers}, [])
         for number in range(-WARM_UP_STEPS, steps):
+            self._settle()
             seconds = self.timed(rows)
-            others = {peer.name: peer.decode() for peer in self._peers}
+            others = {peer.name: self._settled(peer).decode() for peer in self._peers}
             if number >= 0:
                 found.plain.append(seconds)
                 for name, theirs in others.items():
@@ -160,6 +166,14 @@ class Bench:
                 if number >= 0:
                     found.parts.append({"step": seconds, **{name: parts[name] for name in PARTS}})
         return found
+
+    def _settle(self) -> None:
+        if self._peers:
+            time.sleep(SETTLE_SECONDS)
+
+    def _settled(self, peer: StepPeer) -> StepPeer:
+        self._settle()
+        return peer
 
     def prepared(self, batch: int, context: int) -> list[Row]:
         """Decode rows whose earlier tokens have been computed."""
