@@ -33,6 +33,11 @@ SMALL = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _no_settling(monkeypatch):
+    monkeypatch.setattr("qwen3_asgi.model.stepping.SETTLE_SECONDS", 0.0)
+
+
 def test_parts_sum_to_the_step(capsys):
     assert main(["bench", "step", *SMALL, "--chunk", "16", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
