@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-NAME = "llama.cpp"
-
 
 class LlamaCpp:
     """Steps in a child process, each timed there. Close it.
@@ -21,7 +19,7 @@ class LlamaCpp:
         ValueError: llama-cpp-python is not installed, or it cannot load the file.
     """
 
-    name = NAME
+    name = "llama.cpp"
 
     def __init__(self, path: Path, threads: int) -> None:
         if find_spec("llama_cpp") is None:

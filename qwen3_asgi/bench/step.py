@@ -170,7 +170,7 @@ def run_step(options: StepOptions) -> StepReport:
 
     executor = load_model(options.model, config).executor
     try:
-        bench = Bench(executor, None if config.quantization is None else 1)
+        bench = Bench(executor)
     except ValueError:
         executor.close()
         raise

@@ -65,6 +65,19 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
+        **sizes_json(config),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": None,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": list(config.eos_token_ids),
+    }
+
+
+def sizes_json(config: ModelConfig) -> dict[str, Any]:
+    """The entries of `config.json` that are fields of a `ModelConfig` themselves."""
+    return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -72,13 +85,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": None,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": list(config.eos_token_ids),
     }

@@ -43,18 +43,20 @@ def footprint(executor: ModelExecutor) -> Footprint:
     kept = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * wide
     for layer in weights.layers:
         for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            kept -= math.prod(linear.shape) * (wide - _width(linear, wide))
+            kept -= math.prod(linear.shape) * (wide - value_bytes(linear, wide))
     copy = 0
     if not config.tie_word_embeddings:
-        kept -= vocabulary * (wide - _width(head, wide))
+        kept -= vocabulary * (wide - value_bytes(head, wide))
     # One that is not packed shares its memory with the embedding.
-    elif id(table) != id(head) and (getattr(head, "is_packed", False) or _width(head, wide) < wide):
-        copy = vocabulary * _width(head, wide)
+    elif id(table) != id(head) and (
+        getattr(head, "is_packed", False) or value_bytes(head, wide) < wide
+    ):
+        copy = vocabulary * value_bytes(head, wide)
     return Footprint(kept, copy, pool.bytes_per_block * pool.num_blocks)
 
 
-def _width(linear: LinearLayer, wide: int) -> int:
-    """Bytes of a value."""
+def value_bytes(linear: LinearLayer, wide: int) -> int:
+    """Bytes of one of its values; `wide` where they are in the model's dtype."""
     return 1 if isinstance(linear, Int8Linear | PlainInt8Linear | Fp8Linear) else wide
 
 

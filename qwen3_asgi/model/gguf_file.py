@@ -5,11 +5,13 @@ Without a tokenizer: it is asked for steps on token ids, never for text.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+
+from qwen3_asgi.model.checkpoint import Checkpoint
+from qwen3_asgi.model.config import load_model_config
+from qwen3_asgi.model.weights import tensor_shapes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,30 +41,29 @@ def write_gguf(folder: Path, path: Path) -> None:
 
     Raises:
         ValueError: the package `gguf` is missing, or the weights are in another type.
+        ModelLoadError: this is no checkpoint of a dense Qwen3 model.
     """
     try:
         import gguf
     except ModuleNotFoundError as error:
         raise ValueError("writing GGUF needs a package: pip install gguf") from error
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config, checkpoint = load_model_config(folder), Checkpoint(folder)
     writer: Any = gguf.GGUFWriter(str(path), "qwen3")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(_rope_theta(config))
-    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - the file is no mapping
-                _add(writer, gguf, name, tensors.get_tensor(name))
+    for name in tensor_shapes(config):
+        _add(writer, gguf, name, checkpoint.read(name))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -84,7 +85,3 @@ def _named(name: str) -> str:
         return OUTER[name]
     _, _, layer, inner = name.split(".", 3)
     return f"blk.{layer}.{INNER[inner.removesuffix('.weight')]}.weight"
-
-
-def _rope_theta(config: dict[str, Any]) -> float:
-    return float(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])

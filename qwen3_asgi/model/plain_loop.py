@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qwen3_asgi.model.dummy import DummyCheckpoint
+from qwen3_asgi.model.dummy_folder import sizes_json
 from qwen3_asgi.model.fp8.checkpoint import open_checkpoint
 from qwen3_asgi.model.probes import clock
 from qwen3_asgi.model.weights import LM_HEAD, tensor_shapes
@@ -51,18 +52,7 @@ class PlainLoop:
             }
         else:
             raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        raw |= {
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "rms_norm_eps": config.rms_norm_eps,
-            "max_position_embeddings": config.max_position_embeddings,
-            "tie_word_embeddings": config.tie_word_embeddings,
-        }
+        raw |= sizes_json(config)
         self._hf_config = transformers.Qwen3Config(**raw)
         self._hf_config._attn_implementation = "sdpa"
         source = (
@@ -123,10 +113,6 @@ class PlainLoop:
         ids = torch.tensor([token_ids], device=self._device)
         cache = self._cache_type(config=self._hf_config)
         return int(self.decode(ids, cache)[0, 0])
-
-    def peer(self) -> LoopPeer:
-        """This loop under a stopwatch."""
-        return LoopPeer(self)
 
     def first(self, batch: int) -> torch.Tensor:
         """Some tokens to begin with, `[batch, 1]`."""

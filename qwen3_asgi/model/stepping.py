@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from qwen3_asgi.model.executor import TorchExecutor
-from qwen3_asgi.model.plain_loop import PlainLoop
+from qwen3_asgi.model.footprint import value_bytes
+from qwen3_asgi.model.plain_loop import LoopPeer, PlainLoop
 from qwen3_asgi.model.probes import Probes, clock, forward_flops, step_bytes
 from qwen3_asgi.model.splitting import PARTS, split
 from qwen3_asgi.scheduler.plan import RequestId, Row, SampleSpec, Sampling, StepPlan, result_of
@@ -59,19 +60,17 @@ class Decoding(NamedTuple):
 
 
 class Bench:
-    """The executor under test, and its peers. `weight_bytes` are those of one value of a matrix,
-    where they are not those of the executor's dtype.
+    """The executor under test, and its peers.
 
     Raises:
         ValueError: this executor is not torch's.
     """
 
-    def __init__(self, executor: ModelExecutor, weight_bytes: int | None = None) -> None:
+    def __init__(self, executor: ModelExecutor) -> None:
         if not isinstance(executor, TorchExecutor):
             raise ValueError(f"only torch's executor can be split, not {type(executor).__name__}")
         self._executor = executor
         self._probes = Probes(executor.device, executor.dtype)
-        self._weight_bytes = weight_bytes or executor.dtype.itemsize
         self._peers: list[StepPeer] = []
         self._step = 0
 
@@ -82,9 +81,8 @@ class Bench:
     def add_transformers(self, folder: Path | None) -> None:
         """Compare with transformers, on the weights of `folder` or the dummy ones."""
         executor = self._executor
-        self.add_peer(
-            PlainLoop(executor.model_config, folder, executor.dtype, executor.device).peer()
-        )
+        loop = PlainLoop(executor.model_config, folder, executor.dtype, executor.device)
+        self.add_peer(LoopPeer(loop))
 
     def add_own(self, name: str, executor: ModelExecutor) -> None:
         """Compare with another executor of ours, which is closed at the end."""
@@ -127,8 +125,10 @@ class Bench:
 
     def _bytes(self, batch: int, context: int) -> int:
         executor = self._executor
+        model, _ = executor._open()
         kv = executor.dtype.itemsize
-        return step_bytes(executor.model_config, self._weight_bytes, kv, batch, context)
+        weight = value_bytes(model._weights.lm_head, kv)
+        return step_bytes(executor.model_config, weight, kv, batch, context)
 
     def prefill(self, chunk: int, steps: int) -> tuple[list[float], dict[str, list[float]]]:
         """Seconds of forwarding a prompt of one chunk, ours and each peer's, in turn."""
@@ -178,6 +178,9 @@ class Bench:
     def prepared(self, batch: int, context: int) -> list[Row]:
         """Decode rows whose earlier tokens have been computed."""
         self._fill(batch, context)
+        return self._decode_rows(batch, context)
+
+    def _decode_rows(self, batch: int, context: int) -> list[Row]:
         return [
             self._row("decode", i, [1 + i], context - 1, self._blocks(context, i))
             for i in range(batch)
@@ -197,10 +200,7 @@ class Bench:
 
     def decode_made_up(self, batch: int, context: int, steps: int) -> list[float]:
         """Seconds of decode steps as in `decode`, over whatever the KV pool holds."""
-        rows = [
-            self._row("decode", i, [1 + i], context - 1, self._blocks(context, i))
-            for i in range(batch)
-        ]
+        rows = self._decode_rows(batch, context)
         return [self.timed(rows) for _ in range(WARM_UP_STEPS + steps)][WARM_UP_STEPS:]
 
     def timed_prompt(self, prompt: list[int]) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qwen3_asgi.model.cpu.library import kernel_library
+from qwen3_asgi.model.cpu.library import is_wide, kernel_library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,7 @@ class CpuKernels:
         rows, width = x.shape
         out = torch.empty_like(x)
         self._library.qwen3_add_norm(
-            _is_wide(x),
+            is_wide(x),
             x.data_ptr(),
             None if delta is None else delta.data_ptr(),
             weight.data_ptr(),
@@ -115,7 +115,7 @@ class CpuKernels:
             out = fused.new_empty((len(held[0].token_ids), self._heads * self._head_dim))
             status = self._library.qwen3_attention(
                 ctypes.byref(step),
-                _is_wide(fused),
+                is_wide(fused),
                 fused.data_ptr(),
                 qk_norm.data_ptr(),
                 kv.keys.data_ptr(),
@@ -133,7 +133,7 @@ class CpuKernels:
         rows, width = len(fused), fused.shape[1] // 2
         out = fused.new_empty((rows, width))
         self._library.qwen3_silu_mul(
-            _is_wide(fused),
+            is_wide(fused),
             fused.data_ptr(),
             out.data_ptr(),
             rows,
@@ -141,10 +141,6 @@ class CpuKernels:
             torch.get_num_threads(),
         )
         return out
-
-
-def _is_wide(x: Tensor) -> bool:
-    return x.dtype == torch.float32
 
 
 def unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
 
 from qwen3_asgi.model.cpu.build import BuildError, cache_folder, load_library
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ADDRESS, _SIZE, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # As in kernels.cpp. `wide` and the number of threads are flags of an int.
@@ -39,3 +45,8 @@ def kernel_library() -> tuple[ctypes.CDLL | None, str]:
     except (BuildError, AttributeError) as error:  # the latter: a damaged file
         return None, str(error)
     return library, ""
+
+
+def is_wide(x: Tensor) -> bool:
+    """Whether the functions are told that values are float32; else they are bf16."""
+    return x.dtype == torch.float32

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qwen3_asgi.model.cpu.kernels import DTYPES, WIDTH_MULTIPLE
-from qwen3_asgi.model.cpu.library import kernel_library
+from qwen3_asgi.model.cpu.library import is_wide, kernel_library
 
 if TYPE_CHECKING:
     import ctypes
@@ -32,7 +32,7 @@ class PanelLinear:
         self._library = library
         self._panels = _empty(arena, _whole_panels(library, weight), weight.dtype)
         library.qwen3_pack(
-            *(_is_wide(weight), weight.data_ptr(), self._panels.data_ptr()),
+            *(is_wide(weight), weight.data_ptr(), self._panels.data_ptr()),
             *(*self.shape, torch.get_num_threads()),
         )
 
@@ -40,7 +40,7 @@ class PanelLinear:
         x = _checked(x, self.shape[1], self._panels.dtype)
         y = x.new_empty((len(x), self.shape[0]))
         self._library.qwen3_linear(
-            *(_is_wide(x), x.data_ptr(), self._panels.data_ptr(), y.data_ptr()),
+            *(is_wide(x), x.data_ptr(), self._panels.data_ptr(), y.data_ptr()),
             *(len(x), *self.shape, torch.get_num_threads()),
         )
         return y
@@ -64,7 +64,7 @@ class PanelLinear:
             raise IndexError(f"rows are 0 to {self.shape[0] - 1}")
         out = self._panels.new_empty((len(ids), self.shape[1]))
         self._library.qwen3_rows(
-            *(_is_wide(out), self._panels.data_ptr(), ids.data_ptr(), out.data_ptr()),
+            *(is_wide(out), self._panels.data_ptr(), ids.data_ptr(), out.data_ptr()),
             *(len(ids), self.shape[1], torch.get_num_threads()),
         )
         return out
@@ -90,7 +90,7 @@ class Int8Linear:
         self._scales = torch.empty(values // self.shape[1], dtype=torch.float32)
         self._sums = torch.empty(values // self.shape[1], dtype=torch.int32)
         library.qwen3_pack_int8(
-            *(_is_wide(weight), weight.data_ptr(), self._panels.data_ptr()),
+            *(is_wide(weight), weight.data_ptr(), self._panels.data_ptr()),
             *(self._scales.data_ptr(), self._sums.data_ptr()),
             *(*self.shape, torch.get_num_threads()),
         )
@@ -99,7 +99,7 @@ class Int8Linear:
         x = _checked(x, self.shape[1], self._dtype)
         y = x.new_empty((len(x), self.shape[0]))
         self._library.qwen3_int8_linear(
-            *(_is_wide(x), x.data_ptr(), self._panels.data_ptr()),
+            *(is_wide(x), x.data_ptr(), self._panels.data_ptr()),
             *(self._scales.data_ptr(), self._sums.data_ptr(), y.data_ptr()),
             *(len(x), *self.shape, torch.get_num_threads()),
         )
@@ -143,7 +143,3 @@ def _checked(x: torch.Tensor, depth: int, dtype: torch.dtype) -> torch.Tensor:
     if x.ndim != 2 or x.shape[1] != depth or x.dtype != dtype:
         raise ValueError(f"x is {tuple(x.shape)} in {x.dtype}, expected [T, {depth}] in {dtype}")
     return x.contiguous()
-
-
-def _is_wide(x: torch.Tensor) -> bool:
-    return x.dtype == torch.float32
