@@ -151,7 +151,10 @@ class TorchExecutor:
         if not sampled:
             return StepResult({})
         # The vocabulary product is a quarter of a small model: only rows that sample pay for it.
-        logits = model.logits(hidden[[last for _, last, _ in sampled]])
+        if len(sampled) < len(hidden):
+            lasts = upload([last for _, last, _ in sampled], torch.int64, self.device)
+            hidden = hidden.index_select(0, lasts)
+        logits = model.logits(hidden)
         results = self._sampler.sample(logits, [spec for _, _, spec in sampled])
         tokens: dict[RequestId, SampledToken] = {}
         errors: dict[RequestId, str] = {}
@@ -167,7 +170,7 @@ class TorchExecutor:
         """Forward rows like `step` and return every token's logits, float32 `[T, vocab]`."""
         with self._streams.own():
             _, hidden, model = self._forward(rows)
-            return model.logits(hidden)
+            return model.logits(hidden).float()
 
     def load_adapter(self, name: str, adapter: object) -> None:
         """Make an adapter of `lora.read_adapter` known.

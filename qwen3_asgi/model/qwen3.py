@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from qwen3_asgi.model.cpu.kernels import cpu_kernels
+from qwen3_asgi.model.cpu.layers import cpu_layers
 from qwen3_asgi.model.cuda.choosing import cuda_operators
 from qwen3_asgi.model.lora import add_adapters
 from qwen3_asgi.model.operators import TorchOperators
@@ -40,6 +41,7 @@ class Qwen3:
         self._weights = weights
         self._rotary = RotaryTable(config.rope, config.head_dim, weights.embedding.device)
         self.operators = operators or choose_operators(config, weights.embedding)
+        self.whole = cpu_layers(self.operators, weights)
 
     def forward(self, batch: Batch, pool: KVPool, adapted: Sequence[AdaptedRows] = ()) -> Tensor:
         """Run all layers, writing the batch's keys and values to `pool`.
@@ -50,13 +52,14 @@ class Qwen3:
             Normalised hidden states `[T, hidden]` in the weights' dtype.
         """
         weights, operators = self._weights, self.operators
-        attend = operators.attention(
-            batch, *self._rotary.lookup(batch.positions, batch.last_position)
-        )
+        cos, sin = self._rotary.lookup(batch.positions, batch.last_position)
+        x = weights.embedding.rows(batch.token_ids)
+        if self.whole is not None and not adapted:
+            return self.whole(x, batch, pool, cos, sin)
+        attend = operators.attention(batch, cos, sin)
         layers = weights.layers
         # Each sum is normed at once for whoever reads it next.
         norms_after = (*(layer.input_norm for layer in layers[1:]), weights.final_norm)
-        x = weights.embedding.rows(batch.token_ids)
         normed = operators.norm(x, layers[0].input_norm)
         for index, (layer, kv, norm_after) in enumerate(
             zip(layers, pool.layers, norms_after, strict=True)
@@ -76,8 +79,8 @@ class Qwen3:
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits `[R, vocab]` of hidden states `[R, hidden]`."""
-        return self._weights.lm_head(hidden).float()
+        """Return logits `[R, vocab]` of hidden states `[R, hidden]`, in the weights' dtype."""
+        return self._weights.lm_head(hidden)
 
 
 def choose_operators(config: ModelConfig, embedding: Table) -> Operators:

@@ -36,7 +36,7 @@ class RotaryTable:
         if last >= len(table[0]):
             table = self._table = self._compute(max(last + 1, 2 * len(table[0])))
         cos, sin = table
-        return cos[positions], sin[positions]
+        return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def _compute(self, num_positions: int) -> tuple[Tensor, Tensor]:
         device = self._inverse_frequency.device

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from qwen3_asgi.model.cpu.greedy import NOT_FINITE, cpu_greedy
 from qwen3_asgi.model.sums import log_sum_exp
 from qwen3_asgi.model.truncation import Ranked, draw, rank
 from qwen3_asgi.model.uniform import uniform
@@ -29,6 +30,10 @@ class RowError(NamedTuple):
     message: str
 
 
+_NOT_FINITE = RowError("the model produced NaN or infinite logits")
+_NO_TOKEN = RowError("every token is banned or unowned")
+
+
 class Sampler:
     """Samples rows of logits.
 
@@ -44,6 +49,7 @@ class Sampler:
     ) -> None:
         owned = range(owned_token_ids) if isinstance(owned_token_ids, int) else owned_token_ids
         ids = torch.tensor([i for i in owned if 0 <= i < vocab_size], dtype=torch.int64)
+        self._greedy = cpu_greedy(vocab_size, ids.tolist(), device)
         unowned = torch.ones(vocab_size, dtype=torch.bool)
         unowned[ids] = False
         self._unowned = unowned.nonzero().flatten().to(device)
@@ -57,9 +63,12 @@ class Sampler:
         """Return one entry per row.
 
         Args:
-            logits: float32 `[R, vocab]`; overwritten.
+            logits: `[R, vocab]` in the model's dtype; may be overwritten.
             specs: what row i wants.
         """
+        if self._greedy is not None and all(map(_is_plain_greedy, specs)):
+            return [_greedy_result(token) for token in self._greedy(logits)]
+        logits = logits.float()
         low, high = torch.aminmax(logits, dim=1)
         # One pass: NaN spreads into minimum and maximum, infinity is one of them.
         finite = (torch.isfinite(low) & torch.isfinite(high)).tolist()
@@ -79,6 +88,17 @@ class Sampler:
             _result(row, token, note)
             for row, token, note in zip(logits, chosen, notes, strict=True)
         ]
+
+
+def _is_plain_greedy(spec: SampleSpec) -> bool:
+    sampling = spec.sampling
+    return sampling.temperature == 0 and sampling.logprobs is None and not spec.banned_token_ids
+
+
+def _greedy_result(token: int) -> SampledToken | RowError:
+    if token >= 0:
+        return SampledToken(token)
+    return _NOT_FINITE if token == NOT_FINITE else _NO_TOKEN
 
 
 class _Note(NamedTuple):
@@ -138,9 +158,9 @@ def _shared_heads(logits: Tensor, specs: Sequence[SampleSpec]) -> dict[int, Rank
 
 def _result(row: Tensor, token: int | None, note: _Note | None) -> SampledToken | RowError:
     if note is None:
-        return RowError("the model produced NaN or infinite logits")
+        return _NOT_FINITE
     if token is None:
-        return RowError("every token is banned or unowned")
+        return _NO_TOKEN
     if note.log_sum is None:
         return SampledToken(token)
     return SampledToken(token, float(row[token]) - note.log_sum, note.alternatives)

@@ -17,6 +17,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from qwen3_asgi.model.cpu.layers import Seconds
     from qwen3_asgi.model.executor import TorchExecutor
     from qwen3_asgi.model.operators import Operators
 
@@ -53,6 +54,10 @@ class Stopwatches:
                 return found
 
         return timed
+
+    def add(self, part: Part, seconds: float) -> None:
+        """Count what was measured elsewhere."""
+        self._seconds[part] += seconds
 
     def take(self) -> dict[Part, float]:
         """What was measured; on CUDA, after the step has been waited for."""
@@ -110,6 +115,16 @@ def split(executor: TorchExecutor) -> Iterator[Stopwatches]:
     def timed(linear: Any) -> Any:
         return _Timed(linear, watches, call="linear")
 
+    # Either the layers run one by one, or they say themselves what each part took.
+    whole = model.whole
+    if whole is not None:
+
+        def add(seconds: Seconds) -> None:
+            watches.add("attention", seconds.attention)
+            watches.add("linear", seconds.linear)
+            watches.add("norm", seconds.norm)
+
+        whole.on_seconds = add
     layers = tuple(
         replace(
             layer,
@@ -130,3 +145,5 @@ def split(executor: TorchExecutor) -> Iterator[Stopwatches]:
     finally:
         model._weights, model.operators, executor._sampler = weights, operators, sampler
         executor._cuda = cuda
+        if whole is not None:
+            whole.on_seconds = None

@@ -40,7 +40,7 @@ def test_a_shorter_table_that_comes_late_spoils_no_lookup() -> None:
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             result = super().__torch_function__(func, types, args, kwargs or {})
-            if func is torch.Tensor.__getitem__ and not table.finish.is_set():
+            if func is torch.Tensor.index_select and not table.finish.is_set():
                 table.finish.set()
                 near.join(GUARD_SECONDS)
             return result

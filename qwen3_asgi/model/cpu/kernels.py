@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,7 @@ WIDTH_MULTIPLE = 16
 MAX_GROUP = 16
 
 
-class _Step(ctypes.Structure):
+class Step(ctypes.Structure):
     """`Step` of pool.h."""
 
     _fields_ = (
@@ -87,10 +87,14 @@ class CpuKernels:
         )
         return out
 
-    def attention(self, batch: Batch, cos: Tensor, sin: Tensor) -> Attention:
+    def step(self, batch: Batch, cos: Tensor, sin: Tensor) -> Step:
+        """What the library has to know of a step, all but `num_slots`.
+
+        It goes by the addresses of its arguments, which the caller holds.
+        """
         paged = batch.paged
         assert paged is not None
-        step = _Step(
+        return Step(
             tokens=len(batch.token_ids),
             heads=self._heads,
             kv_heads=self._kv_heads,
@@ -106,6 +110,9 @@ class CpuKernels:
             spans=paged.spans.data_ptr(),
             tables=paged.tables.data_ptr(),
         )
+
+    def attention(self, batch: Batch, cos: Tensor, sin: Tensor) -> Attention:
+        step = self.step(batch, cos, sin)
         # `batch`, `cos` and `sin` live as long as this function, which holds them.
         held = (batch, cos, sin)
 
@@ -122,11 +129,26 @@ class CpuKernels:
                 kv.values.data_ptr(),
                 out.data_ptr(),
             )
-            if status:
-                raise RuntimeError(f"no attention kernel for head_dim {self._head_dim}")
+            _raise(status, self._head_dim)
             return out
 
         return run
+
+    def run_layers(
+        self,
+        step: Step,
+        layers: ctypes.Array[Any],
+        first_norm: Tensor,
+        x: Tensor,
+        out: Tensor,
+        seconds: ctypes.Array[ctypes.c_double] | None,
+    ) -> None:
+        """See `cpu.layers.CpuLayers`."""
+        status = self._library.qwen3_layers(
+            *(ctypes.byref(step), is_wide(x), layers, len(layers)),
+            *(first_norm.data_ptr(), x.data_ptr(), out.data_ptr(), seconds),
+        )
+        _raise(status, self._head_dim)
 
     def silu_mul(self, fused: Tensor) -> Tensor:
         fused = fused.contiguous()
@@ -141,6 +163,11 @@ class CpuKernels:
             torch.get_num_threads(),
         )
         return out
+
+
+def _raise(status: int, head_dim: int) -> None:
+    if status:
+        raise RuntimeError(f"no attention kernel for head_dim {head_dim}")
 
 
 def unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:

@@ -17,17 +17,19 @@ _ADDRESS, _SIZE, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # As in kernels.cpp. `wide` and the number of threads are flags of an int.
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "qwen3_attention": (_ADDRESS, _FLAG, *[_ADDRESS] * 5),
+    "qwen3_layers": (_ADDRESS, _FLAG, _ADDRESS, _SIZE, *[_ADDRESS] * 4),
     "qwen3_add_norm": (_FLAG, *[_ADDRESS] * 4, _SIZE, _SIZE, ctypes.c_double, _FLAG),
     "qwen3_silu_mul": (_FLAG, *[_ADDRESS] * 2, _SIZE, _SIZE, _FLAG),
+    "qwen3_greedy": (_FLAG, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _FLAG),
     "qwen3_panel": (),
     "qwen3_has_int8": (),
     "qwen3_pack": (_FLAG, *[_ADDRESS] * 2, _SIZE, _SIZE, _FLAG),
-    "qwen3_rows": (_FLAG, *[_ADDRESS] * 3, _SIZE, _SIZE, _FLAG),
+    "qwen3_rows": (_FLAG, *[_ADDRESS] * 3, *[_SIZE] * 3, _FLAG),
     "qwen3_linear": (_FLAG, *[_ADDRESS] * 3, *[_SIZE] * 3, _FLAG),
     "qwen3_pack_int8": (_FLAG, *[_ADDRESS] * 4, _SIZE, _SIZE, _FLAG),
     "qwen3_int8_linear": (_FLAG, *[_ADDRESS] * 5, *[_SIZE] * 3, _FLAG),
 }
-_RETURN_INT = ("qwen3_attention", "qwen3_panel", "qwen3_has_int8")
+_RETURN_INT = (*("qwen3_attention", "qwen3_layers", "qwen3_rows", "qwen3_panel", "qwen3_has_int8"),)
 
 
 @cache

@@ -5,6 +5,7 @@ A row's result depends on that row only: not on how many rows there are, nor on 
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +14,16 @@ from qwen3_asgi.model.cpu.kernels import DTYPES, WIDTH_MULTIPLE
 from qwen3_asgi.model.cpu.library import is_wide, kernel_library
 
 if TYPE_CHECKING:
-    import ctypes
-
     from qwen3_asgi.model.cpu.arena import Arena
+
+
+class Matrix(ctypes.Structure):
+    """`Matrix` of layers.h: where a layer here keeps its weight. Holds nothing."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("panels", "scales", "sums")),
+        *((name, ctypes.c_int64) for name in ("columns", "depth")),
+    )
 
 
 class PanelLinear:
@@ -46,6 +54,10 @@ class PanelLinear:
         return y
 
     @property
+    def matrix(self) -> Matrix:
+        return Matrix(self._panels.data_ptr(), None, None, *self.shape)
+
+    @property
     def device(self) -> torch.device:
         return self._panels.device
 
@@ -60,13 +72,13 @@ class PanelLinear:
             IndexError: an id is not a row of the weight.
         """
         ids = ids.to(torch.int64).contiguous()
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape[0]:
-            raise IndexError(f"rows are 0 to {self.shape[0] - 1}")
         out = self._panels.new_empty((len(ids), self.shape[1]))
-        self._library.qwen3_rows(
+        status = self._library.qwen3_rows(
             *(is_wide(out), self._panels.data_ptr(), ids.data_ptr(), out.data_ptr()),
-            *(len(ids), self.shape[1], torch.get_num_threads()),
+            *(len(ids), *self.shape, torch.get_num_threads()),
         )
+        if status:
+            raise IndexError(f"rows are 0 to {self.shape[0] - 1}")
         return out
 
 
@@ -104,6 +116,11 @@ class Int8Linear:
             *(len(x), *self.shape, torch.get_num_threads()),
         )
         return y
+
+    @property
+    def matrix(self) -> Matrix:
+        addresses = (each.data_ptr() for each in (self._panels, self._scales, self._sums))
+        return Matrix(*addresses, *self.shape)
 
 
 def panel_linear(weight: torch.Tensor, arena: Arena | None = None) -> PanelLinear | None:

@@ -80,7 +80,7 @@ class CudaSteps:
         last_rows = upload([last for _, last, _ in sampled], torch.int64, device)
         specs = [spec for _, _, spec in sampled]
         wishes = Wishes.of(specs, self._vocab_size, device)
-        logits = model.logits(hidden.index_select(0, last_rows))
+        logits = model.logits(hidden.index_select(0, last_rows)).float()
         samples = sample(logits, wishes, self._unowned)
         samples = samples._replace(tokens=feed.mark_lost(samples.tokens, request_ids))
         if not alone:
@@ -164,7 +164,7 @@ def open_steps(
         return None
     operators.varlen = _varlen(operators, config, pool)
     decode = CudaDecode(
-        lambda batch: model.logits(model.forward(batch, pool)),
+        lambda batch: model.logits(model.forward(batch, pool)).float(),
         DecodeInputs(
             max_batch=max_batch,
             max_tokens=min(max_tokens, pool.num_blocks * pool.block_size),

@@ -2,6 +2,8 @@
 // FlashAttention). Keys and values of a tile are brought into the layout of the product once and
 // used for a block of query rows: the query heads of a KV head stand below one another.
 #pragma once
+#include <cmath>
+
 #include "pool.h"
 #include "products.h"
 

@@ -1,6 +1,9 @@
 // The two products of decoding, for GROUP query rows that share their keys: queries · keys, and
 // weights · values. Rows of KV are read where they lie, once.
 #pragma once
+#include <cmath>
+#include <type_traits>
+
 #include "pool.h"
 #ifdef __AVX512BF16__
 #include <immintrin.h>

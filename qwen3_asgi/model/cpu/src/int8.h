@@ -116,52 +116,61 @@ static inline void int8_sums(const uint8_t* high, const uint8_t* low, int64_t de
         for (int w = 0; w < 4; w++) high_sums[r][w] = upper[r][w], low_sums[r][w] = lower[r][w];
 }
 
+// What `int8_of_team` needs for `rows` rows.
+struct Int8Rows {
+    uint8_t* bytes;  // [2, rows, depth]
+    float* steps;    // [rows]
+};
+
+template <typename T>
+TEAM void int8_of_team(const T* x, Int8Rows held, const int8_t* panels, const float* scales,
+                       const int32_t* sums, T* y, int64_t rows, int64_t columns, int64_t depth) {
+    // Three rows fill the registers: two sums each.
+    constexpr int MOST = 3;
+    uint8_t *high = held.bytes, *low = high + rows * depth;
+    float* step = held.steps;
+    const int64_t count = panels_of(columns);
+    const int64_t row_tasks = (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        step[r] = split_row(x + r * depth, depth, high + r * depth, low + r * depth);
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < count * row_tasks; task++) {
+        const int64_t p = task / row_tasks, from = task % row_tasks * ROWS_PER_TASK;
+        const int64_t some = rows - from < ROWS_PER_TASK ? rows - from : ROWS_PER_TASK;
+        const int8_t* panel = panels + p * PANEL * depth;
+        const int64_t width = rows_of(columns, p);
+        in_parts<MOST>(some, [&](int64_t row, int64_t here) {
+            __m512i upper[MOST][4], lower[MOST][4];
+            const int64_t first = from + row;
+            const uint8_t *a = high + first * depth, *b = low + first * depth;
+            with_rows<MOST>(here, [&](auto constant) {
+                constexpr int ROWS = decltype(constant)::value;
+                int8_sums<ROWS>(a, b, depth, panel, upper, lower);
+            });
+            for (int64_t r = 0; r < here; r++) {
+                float found[PANEL];
+                for (int w = 0; w < 4; w++) {
+                    const int64_t at = p * PANEL + w * LANES;
+                    const __m512i offset = _mm512_slli_epi32(_mm512_loadu_si512(sums + at), 7);
+                    vf h = (vf)_mm512_cvtepi32_ps(_mm512_sub_epi32(upper[r][w], offset));
+                    vf l = (vf)_mm512_cvtepi32_ps(lower[r][w]);
+                    store(found + w * LANES,
+                          (h * 128.0f + l) * (load(scales + at) * step[first + r]));
+                }
+                put_row(found, y + (first + r) * columns + p * PANEL, width);
+            }
+        });
+    }
+}
+
 template <typename T>
 static void int8_linear(const T* x, const int8_t* panels, const float* scales, const int32_t* sums,
                         T* y, int64_t rows, int64_t columns, int64_t depth, int threads) {
-    // Three rows fill the registers: two sums each.
-    constexpr int MOST = 3;
-    static thread_local std::vector<uint8_t> bytes;
-    static thread_local std::vector<float> steps;
-    if (bytes.size() < (size_t)(2 * rows * depth)) bytes.resize(2 * rows * depth);
-    if (steps.size() < (size_t)rows) steps.resize(rows);
-    uint8_t *high = bytes.data(), *low = high + rows * depth;
-    float* step = steps.data();
-    const int64_t count = panels_of(columns);
-    const int64_t row_tasks = (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
+    static thread_local Scratch<uint8_t> bytes;
+    static thread_local Scratch<float> steps;
+    const Int8Rows held{bytes.of(2 * rows * depth), steps.of(rows)};
 #pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++)
-            step[r] = split_row(x + r * depth, depth, high + r * depth, low + r * depth);
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < count * row_tasks; task++) {
-            const int64_t p = task / row_tasks, from = task % row_tasks * ROWS_PER_TASK;
-            const int64_t some = rows - from < ROWS_PER_TASK ? rows - from : ROWS_PER_TASK;
-            const int8_t* panel = panels + p * PANEL * depth;
-            const int64_t width = rows_of(columns, p);
-            in_parts<MOST>(some, [&](int64_t row, int64_t here) {
-                __m512i upper[MOST][4], lower[MOST][4];
-                const int64_t first = from + row;
-                const uint8_t *a = high + first * depth, *b = low + first * depth;
-                with_rows<MOST>(here, [&](auto constant) {
-                    constexpr int ROWS = decltype(constant)::value;
-                    int8_sums<ROWS>(a, b, depth, panel, upper, lower);
-                });
-                for (int64_t r = 0; r < here; r++) {
-                    float found[PANEL];
-                    for (int w = 0; w < 4; w++) {
-                        const int64_t at = p * PANEL + w * LANES;
-                        const __m512i offset = _mm512_slli_epi32(_mm512_loadu_si512(sums + at), 7);
-                        vf h = (vf)_mm512_cvtepi32_ps(_mm512_sub_epi32(upper[r][w], offset));
-                        vf l = (vf)_mm512_cvtepi32_ps(lower[r][w]);
-                        store(found + w * LANES,
-                              (h * 128.0f + l) * (load(scales + at) * step[first + r]));
-                    }
-                    put_row(found, y + (first + r) * columns + p * PANEL, width);
-                }
-            });
-        }
-    }
+    int8_of_team(x, held, panels, scales, sums, y, rows, columns, depth);
 }
 #endif

@@ -3,9 +3,9 @@
 // fast as the memory gives it. Further rows find the panel in the cache.
 #pragma once
 #include <type_traits>
-#include <vector>
 
 #include "products.h"
+#include "scratch.h"
 
 constexpr int PANEL = 4 * LANES;
 // Rows that one task multiplies with a panel; of no importance for a few rows.
@@ -94,24 +94,32 @@ static inline void with_rows(int64_t rows, Run run) {
     run(std::integral_constant<int, MOST>{});
 }
 
+// What `linear_of_team` needs for `rows` rows, unless they are factors as they are.
 template <typename T>
-static void linear(const T* x, const T* panels, T* y, int64_t rows, int64_t columns, int64_t depth,
-                   int threads) {
+using Factor = typename PanelOf<T>::product::item;
+
+template <typename T>
+static inline size_t factors_for(int64_t rows, int64_t depth) {
+    return std::is_same_v<T, Factor<T>> ? 0 : (size_t)(rows * depth);
+}
+
+template <typename T>
+TEAM void linear_of_team(const T* x, Factor<T>* held, const T* panels, T* y, int64_t rows,
+                         int64_t columns, int64_t depth) {
     typedef typename PanelOf<T>::product P;
     typedef typename P::item item;
-    static thread_local std::vector<item> held;
     const item* factors;
     if constexpr (std::is_same_v<T, item>) {
         factors = x;
     } else {
-        if (held.size() < (size_t)(rows * depth)) held.resize(rows * depth);
+#pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; r++)
-            P::pack_row(x + r * depth, (int)depth, held.data() + r * depth);
-        factors = held.data();
+            P::pack_row(x + r * depth, (int)depth, held + r * depth);
+        factors = held;
     }
     const int64_t count = panels_of(columns);
     const int64_t row_tasks = (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp for schedule(static)
     for (int64_t task = 0; task < count * row_tasks; task++) {
         const int64_t p = task / row_tasks, from = task % row_tasks * ROWS_PER_TASK;
         const int64_t some = rows - from < ROWS_PER_TASK ? rows - from : ROWS_PER_TASK;
@@ -134,4 +142,13 @@ static void linear(const T* x, const T* panels, T* y, int64_t rows, int64_t colu
                 put_row(found + r * PANEL, y + (from + row + r) * columns + p * PANEL, width);
         });
     }
+}
+
+template <typename T>
+static void linear(const T* x, const T* panels, T* y, int64_t rows, int64_t columns, int64_t depth,
+                   int threads) {
+    static thread_local Scratch<Factor<T>> scratch;
+    Factor<T>* held = scratch.of(factors_for<T>(rows, depth));
+#pragma omp parallel num_threads(threads)
+    linear_of_team(x, held, panels, y, rows, columns, depth);
 }

@@ -23,6 +23,10 @@ struct bf16 {
     uint16_t bits;
 };
 
+// A function that the threads of a team call together: its loops are shared out, and each ends when
+// all have come. Compiled once, so that a result does not depend on who has called it.
+#define TEAM static __attribute__((noinline))
+
 static inline vf all(float x) { return vf{} + x; }
 
 static inline vf load(const float* p) {
@@ -35,6 +39,15 @@ static inline vf load(const bf16* p) {
     vh half;
     memcpy(&half, p, sizeof half);
     return (vf)(__builtin_convertvector(half, vu) << 16);
+}
+
+static inline float value(float x) { return x; }
+
+static inline float value(bf16 x) {
+    const uint32_t bits = (uint32_t)x.bits << 16;
+    float found;
+    memcpy(&found, &bits, sizeof found);
+    return found;
 }
 
 static inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }

@@ -1,0 +1,113 @@
+// All layers of a model in one call: the threads that start together stay together.
+#pragma once
+#include <omp.h>
+
+#include "attention.h"
+#include "int8.h"
+#include "linear.h"
+
+// A weight in panels: of 8 bits with `scales` and `sums`, else of the model's own type.
+struct Matrix {
+    const void* panels;
+    const float* scales;
+    const int32_t* sums;
+    int64_t columns, depth;
+};
+
+struct LayerParts {
+    const void *qk_norm, *post_attention_norm;
+    const void* norm_after;  // of whoever reads the sum next
+    void *keys, *values;
+    Matrix qkv, output, gate_up, down;
+};
+
+// Seconds of the calling thread, added up.
+struct Seconds {
+    double attention, linear, norm;
+};
+
+// Memory of the matrices for rows that they read in another form than they are.
+template <typename T>
+struct Held {
+    Factor<T>* factors;
+    uint8_t* bytes;
+    float* steps;
+};
+
+template <typename T>
+static inline void multiply(const Matrix& matrix, const T* x, const Held<T>& held, T* y,
+                            int64_t rows) {
+#ifdef __AVX512VNNI__
+    if (matrix.scales)
+        return int8_of_team(x, {held.bytes, held.steps}, (const int8_t*)matrix.panels,
+                            matrix.scales, matrix.sums, y, rows, matrix.columns, matrix.depth);
+#endif
+    linear_of_team(x, held.factors, (const T*)matrix.panels, y, rows, matrix.columns, matrix.depth);
+}
+
+// `x` and `out` are [tokens, hidden]: the embedded tokens, and what the last norm makes of their
+// sums. `seconds` may be null.
+template <typename T>
+static void run_layers(const Step& step, const LayerParts* layers, int64_t count,
+                       const void* first_norm, T* x, T* out, Seconds* seconds) {
+    const int64_t rows = step.tokens, hidden = layers[0].qkv.depth;
+    int64_t widest = 0, deepest = 0, inner_width = 0, heads_width = 0;
+    bool bytes = false;
+    for (int64_t i = 0; i < count; i++) {
+        const LayerParts& layer = layers[i];
+        for (const Matrix* each : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+            widest = each->columns > widest ? each->columns : widest;
+            deepest = each->depth > deepest ? each->depth : deepest;
+            bytes = bytes || each->scales;
+        }
+        inner_width = layer.down.depth > inner_width ? layer.down.depth : inner_width;
+        heads_width = layer.output.depth > heads_width ? layer.output.depth : heads_width;
+    }
+    const Tasks tasks(step);
+    // `widest` takes what a product gives; `between`, what a layer makes of it.
+    const int64_t between_width = inner_width > heads_width ? inner_width : heads_width;
+    Scratch<T> products, betweens, sums;
+    Scratch<float> parts, steps;
+    Scratch<Factor<T>> factors;
+    Scratch<uint8_t> halves;
+    T *product = products.of(rows * widest), *between = betweens.of(rows * between_width);
+    T* delta = sums.of(rows * hidden);
+    float* found = parts.of(tasks.part_floats(step));
+    const Held<T> held{factors.of(factors_for<T>(rows, deepest)),
+                       halves.of(bytes ? 2 * rows * deepest : 0), steps.of(bytes ? rows : 0)};
+    const float eps = (float)step.eps;
+#pragma omp parallel num_threads((int)step.threads)
+    {
+        double before = seconds ? omp_get_wtime() : 0;
+        const auto took = [&](double Seconds::*part) {
+            if (!seconds || omp_get_thread_num()) return;
+            const double now = omp_get_wtime();
+            seconds->*part += now - before;
+            before = now;
+        };
+        add_norm_of_team(x, (const T*)nullptr, (const T*)first_norm, out, rows, hidden, eps);
+        took(&Seconds::norm);
+        for (int64_t i = 0; i < count; i++) {
+            const LayerParts& layer = layers[i];
+            multiply(layer.qkv, out, held, product, rows);
+            took(&Seconds::linear);
+            attention_of_team(step, tasks,
+                              Layer<T>{product, (const T*)layer.qk_norm, (T*)layer.keys,
+                                       (T*)layer.values, between},
+                              found);
+            took(&Seconds::attention);
+            multiply(layer.output, between, held, delta, rows);
+            took(&Seconds::linear);
+            add_norm_of_team(x, delta, (const T*)layer.post_attention_norm, out, rows, hidden, eps);
+            took(&Seconds::norm);
+            multiply(layer.gate_up, out, held, product, rows);
+            took(&Seconds::linear);
+            silu_mul_of_team(product, between, rows, layer.down.depth);
+            took(&Seconds::norm);
+            multiply(layer.down, between, held, delta, rows);
+            took(&Seconds::linear);
+            add_norm_of_team(x, delta, (const T*)layer.norm_after, out, rows, hidden, eps);
+            took(&Seconds::norm);
+        }
+    }
+}
