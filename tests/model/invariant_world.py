@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qwen3_asgi.model.cpu import kernels, linear
+from qwen3_asgi.model.cpu import greedy, kernels, linear
 from qwen3_asgi.scheduler.plan import RequestId, Row
 from tests.model.checkpoints import VOCAB, load
 
@@ -32,7 +32,7 @@ def path_of(name: str) -> Iterator[None]:
         yield
         return
     real = kernels.kernel_library
-    users = (kernels, linear)
+    users = (greedy, kernels, linear)
     for module in users:
         module.kernel_library = lambda: (None, "not wanted here")  # type: ignore[attr-defined]
     try:

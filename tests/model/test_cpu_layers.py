@@ -1,0 +1,120 @@
+"""All layers in one call: the bits of layer by layer, and when it is not taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qwen3_asgi.model.cpu.kernels import CpuKernels
+from qwen3_asgi.model.cpu.layers import cpu_layers
+from qwen3_asgi.model.kv import KVPool
+from qwen3_asgi.model.linear import Linear
+from qwen3_asgi.scheduler.plan import RequestId, Row
+from tests.model.checkpoints import VOCAB, load, write_checkpoint
+
+BLOCK, EACH = 4, 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), "tied")
+
+
+def opened(folder, **settings):
+    executor = load(folder, block_size=BLOCK, num_kv_blocks=4 * EACH, **settings)
+    model, pool = executor._loaded
+    if not isinstance(model.operators, CpuKernels):
+        pytest.skip("no kernels on this machine")
+    return executor, model, pool
+
+
+@torch.inference_mode()
+def empty(pool):
+    """So that what nobody has written spoils whoever reads it."""
+    for layer in pool.layers:
+        for cache in layer:
+            cache.fill_(float("nan"))
+
+
+def rows_at(start):
+    """Decode rows, chunks, and both, with sequences before them or not."""
+    lengths = (1, 9, 1, 30 - start)
+    return [
+        Row(
+            RequestId(str(i)),
+            "prefill",
+            [(7 * i + 3 * k) % VOCAB for k in range(length)],
+            start,
+            list(range(i * EACH, (i + 1) * EACH)),
+            None,
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+SETTINGS = [
+    {"dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "batch_invariant": True},
+    {"dtype": "float32", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "int8"},
+]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_one_call_gives_the_bits_of_layer_by_layer(folder, settings, threads):
+    executor, model, pool = opened(folder, **settings)
+    if model.whole is None:
+        assert settings.get("quantization"), "only 8 bits ask for more of a CPU than the kernels"
+        pytest.skip("this CPU has no AVX-512 VNNI")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = {}
+        for way in (model.whole, None):
+            model.whole = way
+            empty(pool)
+            logits = [executor.forward_logits(rows_at(0))]
+            logits += [executor.forward_logits([row]) for row in rows_at(0)]
+            logits.append(executor.forward_logits([rows_at(1)[0], rows_at(9)[1]]))
+            kept = [
+                cache[:, : 2 * EACH * BLOCK].nan_to_num(7.0)
+                for each in pool.layers
+                for cache in each
+            ]
+            found[way is None] = [*logits, *kept]
+    finally:
+        torch.set_num_threads(before)
+    assert all(each.isfinite().all() for each in found[False])
+    assert all(torch.equal(*pair) for pair in zip(found[False], found[True], strict=True))
+
+
+def test_another_pool_is_written_to_in_its_turn(folder):
+    executor, model, pool = opened(folder, dtype="float32")
+    other = KVPool(executor.model_config, pool.num_blocks, BLOCK, executor.dtype, executor.device)
+    first = executor.forward_logits(rows_at(0))
+    executor._loaded = (model, other)
+    empty(pool)
+    assert torch.equal(executor.forward_logits(rows_at(0)), first)
+    assert all(cache.isnan().all() for layer in pool.layers for cache in layer)
+
+
+def test_the_time_of_its_parts_is_told_only_when_asked_for(folder):
+    executor, model, _ = opened(folder, dtype="float32")
+    told = []
+    model.whole.on_seconds = told.append
+    executor.forward_logits(rows_at(0))
+    model.whole.on_seconds = None
+    executor.forward_logits(rows_at(0))
+    [seconds] = told
+    assert min(seconds) > 0
+
+
+def test_a_matrix_of_another_kind_means_layer_by_layer(folder):
+    _, model, _ = opened(folder, dtype="bfloat16")
+    weights = model._weights
+    assert cpu_layers(model.operators, weights) is not None
+    layer = weights.layers[1]
+    object.__setattr__(layer, "down", Linear(torch.zeros(layer.down.shape).bfloat16()))
+    assert cpu_layers(model.operators, weights) is None
