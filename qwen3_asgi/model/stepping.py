@@ -19,7 +19,7 @@ from qwen3_asgi.model.splitting import PARTS, split
 from qwen3_asgi.scheduler.plan import RequestId, Row, SampleSpec, Sampling, StepPlan, result_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from qwen3_asgi.scheduler.executor import ModelExecutor
@@ -152,9 +152,8 @@ class Bench:
             peer.prepare(batch, context)
         found = Decoding([], {peer.name: [] for peer in self._peers}, [])
         for number in range(-WARM_UP_STEPS, steps):
-            self._settle()
-            seconds = self.timed(rows)
-            others = {peer.name: self._settled(peer).decode() for peer in self._peers}
+            seconds = self._in_motion(lambda: self.timed(rows))
+            others = {peer.name: self._in_motion(peer.decode) for peer in self._peers}
             if number >= 0:
                 found.plain.append(seconds)
                 for name, theirs in others.items():
@@ -166,6 +165,13 @@ class Bench:
                 if number >= 0:
                     found.parts.append({"step": seconds, **{name: parts[name] for name in PARTS}})
         return found
+
+    def _in_motion(self, decode: Callable[[], float]) -> float:
+        """One of many decode steps: beside peers the second one, for the first wakes threads."""
+        self._settle()
+        if self._peers:
+            decode()
+        return decode()
 
     def _settle(self) -> None:
         if self._peers:
