@@ -24,11 +24,14 @@ MODEL_PARTS = ("attention", "linear", "norm", "sampling", "other")
 PARTS = (*MODEL_PARTS, "scheduling", "delivery")
 
 
-class Decoding(Protocol):
-    """Seconds: of whole steps, of each peer's in turn, of each split step's parts and "step"."""
+class Timing(Protocol):
+    """As `model.stepping.Timing`: `limits` are those beside each step of `plain`."""
 
     @property
     def plain(self) -> list[float]: ...
+
+    @property
+    def limits(self) -> list[tuple[float, float]]: ...
 
     @property
     def peers(self) -> dict[str, list[float]]: ...
@@ -48,11 +51,11 @@ class Measured(Protocol):
 
     def probe(self) -> tuple[float, float]: ...
 
-    def decode(self, batch: int, context: int, steps: int) -> Decoding: ...
+    def decode(self, batch: int, context: int, steps: int) -> Timing: ...
 
     def decode_needs(self, batch: int, context: int) -> tuple[int, int]: ...
 
-    def prefill(self, chunk: int, steps: int) -> tuple[list[float], dict[str, list[float]]]: ...
+    def prefill(self, chunk: int, steps: int) -> Timing: ...
 
     def prefill_needs(self, chunk: int) -> tuple[int, int]: ...
 
@@ -83,8 +86,10 @@ class Point:
 
     `parts` sum to `step_ms`. `floor_ms` is what reading the bytes or doing the operations takes at
     the measured limits, whichever is more, `bound` says which; `of_floor` is its share of the
-    model's part of the step. `peer_ms` has the peers' times, and `ratios` the median of their
-    times by the model's, step by step.
+    model's part of the step. `of_floor_beside` is the median of the same shares with the limits as
+    they were right after each step, where `floor_ms` is for the best of the whole run: a machine
+    that others use, too, has its best for moments only. `peer_ms` has the peers' times, and
+    `ratios` the median of their times by the model's, step by step.
     """
 
     kind: str
@@ -96,6 +101,7 @@ class Point:
     floor_ms: float
     bound: str
     of_floor: float
+    of_floor_beside: float
     peer_ms: dict[str, float]
     ratios: dict[str, float]
 
@@ -128,13 +134,14 @@ class StepReport:
 def table(report: StepReport) -> str:
     """The report as lines for a person."""
     peers = list(report.points[0].ratios) if report.points else []
-    ends = ["floor ms", "of floor", "tok/s", *peers]
+    ends = ["floor ms", "of floor", "beside it", "tok/s", *peers]
     decode = [["decode: batch, context", "step ms", *PARTS, *ends]]
     prefill = [["prefill: tokens", "ms", *ends]]
     for point in report.points:
         tail = [
             f"{point.floor_ms:.3g} ({point.bound})",
             f"{point.of_floor:.0%}",
+            f"{point.of_floor_beside:.0%}",
             f"{point.tokens_per_second:,.0f}",
             *(f"{point.ratios[name]:.2f}x" for name in peers),
         ]
@@ -149,7 +156,10 @@ def table(report: StepReport) -> str:
         f"{report.flops_per_second / 1e12:.3g} TFLOP/s"
     )
     tables = [columns(rows) for rows in (decode, prefill) if len(rows) > 1]
-    notes = ["attention includes QK norm, RoPE and the KV write; norm includes the activation"]
+    notes = [
+        "attention includes QK norm, RoPE and the KV write; norm includes the activation",
+        "of floor: at the best rates of the run; beside it: at those measured after each step",
+    ]
     if peers:
         notes.append(f"{', '.join(peers)}: their time by the model's, in turn")
     return "\n".join([head, *tables, *notes])
@@ -201,7 +211,7 @@ def _measure(options: StepOptions, bench: Measured) -> StepReport:
             found = bench.decode(batch, context, options.steps)
             raw.append((batch, context, found, scheduling_seconds(batch, context)))
             bench.probe()
-    prefills = [(chunk, *bench.prefill(chunk, options.steps)) for chunk in options.chunks]
+    prefills = [(chunk, bench.prefill(chunk, options.steps)) for chunk in options.chunks]
     limits = bench.probe()
     points = []
     for batch, context, found, (scheduling, delivery) in raw:
@@ -211,12 +221,9 @@ def _measure(options: StepOptions, bench: Measured) -> StepReport:
             "delivery": delivery,
         }
         needs = bench.decode_needs(batch, context)
-        points.append(
-            _point("decode", batch, context, found.plain, parts, needs, limits, found.peers)
-        )
-    for chunk, ours, theirs in prefills:
-        needs = bench.prefill_needs(chunk)
-        points.append(_point("prefill", 1, chunk, ours, {}, needs, limits, theirs))
+        points.append(_point("decode", batch, context, found, parts, needs, limits))
+    for chunk, found in prefills:
+        points.append(_point("prefill", 1, chunk, found, {}, bench.prefill_needs(chunk), limits))
     threads = options.engine.get("num_threads")
     return StepReport(options, bench.device, bench.dtype, threads, *limits, tuple(points))
 
@@ -234,14 +241,14 @@ def _point(
     kind: str,
     batch: int,
     tokens: int,
-    seconds: list[float],
+    found: Timing,
     parts: dict[str, float],
     needs: tuple[int, int],
     limits: tuple[float, float],
-    peers: dict[str, list[float]],
 ) -> Point:
-    reading, computing = (need / limit for need, limit in zip(needs, limits, strict=True))
-    floor, model = max(reading, computing), statistics.median(seconds)
+    reading, computing = _floors(needs, limits)
+    floor, model = max(reading, computing), statistics.median(found.plain)
+    beside = [max(_floors(needs, each)) for each in found.limits]
     step = sum(parts.values()) if parts else model
     return Point(
         kind,
@@ -253,12 +260,18 @@ def _point(
         floor_ms=floor * 1000,
         bound="bandwidth" if reading >= computing else "FLOP",
         of_floor=round(floor / model, 4),
-        peer_ms={name: statistics.median(theirs) * 1000 for name, theirs in peers.items()},
+        of_floor_beside=round(statistics.median(map(truediv, beside, found.plain)), 4),
+        peer_ms={name: statistics.median(each) * 1000 for name, each in found.peers.items()},
         ratios={
-            name: round(statistics.median(map(truediv, theirs, seconds)), 3)
-            for name, theirs in peers.items()
+            name: round(statistics.median(map(truediv, theirs, found.plain)), 3)
+            for name, theirs in found.peers.items()
         },
     )
+
+
+def _floors(needs: tuple[int, int], limits: tuple[float, float]) -> tuple[float, float]:
+    """Seconds of reading the bytes and of doing the operations."""
+    return needs[0] / limits[0], needs[1] / limits[1]
 
 
 def _blocks(options: StepOptions) -> int:

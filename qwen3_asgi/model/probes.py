@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qwen3_asgi.model.cpu.arena import Arena
 from qwen3_asgi.model.linear import Linear
 
 if TYPE_CHECKING:
@@ -37,11 +38,16 @@ class Probes:
         self.best_bytes_per_second = 0.0
         self.best_flops_per_second = 0.0
         kind = device.type
-        self._memory = torch.ones(READ_BYTES[kind] // 4, dtype=torch.float32, device=device)
+        count = READ_BYTES[kind] // 4
+        # In large pages, as the weights are.
+        memory = Arena().empty(count, torch.float32) if kind == "cpu" else None
+        self._memory = torch.empty(count, device=device) if memory is None else memory
+        self._memory.fill_(1.0)
         width = GEMM_WIDTH[kind]
         self._weight = torch.full((width, width), 0.01, dtype=dtype, device=device)
         self._linear = Linear(self._weight.clone())
         self._rows = torch.full((GEMM_ROWS[kind], width), 0.01, dtype=dtype, device=device)
+        self._flops = 2.0 * self._rows.shape[0] * self._weight.numel()
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -51,10 +57,17 @@ class Probes:
         for read in reads:
             rate = memory.nbytes / self._fastest(read)
             self.best_bytes_per_second = max(self.best_bytes_per_second, rate)
-        flops = 2.0 * rows.shape[0] * self._weight.numel()
         for product in (lambda: self._linear(rows), lambda: rows @ self._weight.T):
-            rate = flops / self._fastest(product)
+            rate = self._flops / self._fastest(product)
             self.best_flops_per_second = max(self.best_flops_per_second, rate)
+
+    @torch.inference_mode()
+    def once(self) -> tuple[float, float]:
+        """Bytes and operations per second of one call each: what there is at this moment."""
+        return (
+            self._memory.nbytes / self._seconds(self._memory.sum),
+            self._flops / self._seconds(lambda: self._linear(self._rows)),
+        )
 
     def _fastest(self, call: Callable[[], object]) -> float:
         """Seconds of the fastest of at least two calls."""
@@ -62,11 +75,14 @@ class Probes:
         until = time.perf_counter() + PROBE_SECONDS
         calls = 0
         while calls < 2 or time.perf_counter() < until:
-            begin = clock(self._device)
-            call()
-            fastest = min(fastest, clock(self._device) - begin)
+            fastest = min(fastest, self._seconds(call))
             calls += 1
         return fastest
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        begin = clock(self._device)
+        call()
+        return clock(self._device) - begin
 
 
 def linear_weights(config: ModelConfig) -> int:

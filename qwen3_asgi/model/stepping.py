@@ -7,6 +7,7 @@ others are copies, each in memory of its own.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from qwen3_asgi.model.splitting import PARTS, split
 from qwen3_asgi.scheduler.plan import RequestId, Row, SampleSpec, Sampling, StepPlan, result_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from qwen3_asgi.scheduler.executor import ModelExecutor
@@ -50,11 +51,13 @@ class StepPeer(Protocol):
     def close(self) -> None: ...
 
 
-class Decoding(NamedTuple):
-    """Seconds: `plain` of whole steps, `peers` of each peer's, taken in turn; `parts` of each split
-    step, with its whole under "step"."""
+class Timing(NamedTuple):
+    """Seconds: `plain` of whole steps, `peers` of each peer's, taken in turn. `limits` are bytes
+    read and operations per second, measured right after each step. `parts` are of split decode
+    steps, with the whole under "step"."""
 
     plain: list[float]
+    limits: list[tuple[float, float]]
     peers: dict[str, list[float]]
     parts: list[dict[str, float]]
 
@@ -130,34 +133,23 @@ class Bench:
         weight = value_bytes(model._weights.lm_head, kv)
         return step_bytes(executor.model_config, weight, kv, batch, context)
 
-    def prefill(self, chunk: int, steps: int) -> tuple[list[float], dict[str, list[float]]]:
-        """Seconds of forwarding a prompt of one chunk, ours and each peer's, in turn."""
+    def prefill(self, chunk: int, steps: int) -> Timing:
+        """Forwarding a prompt of one chunk, ours and each peer's, in turn."""
         prompt = _prompt(chunk, self._executor.model_config.vocab_size)
-        ours: list[float] = []
-        theirs: dict[str, list[float]] = {peer.name: [] for peer in self._peers}
-        for number in range(-1, steps):
-            self._settle()
-            seconds = self.timed_prompt(prompt)
-            others = {peer.name: self._settled(peer).prefill(prompt) for peer in self._peers}
-            if number >= 0:
-                ours.append(seconds)
-                for name, found in others.items():
-                    theirs[name].append(found)
-        return ours, theirs
+        peers = {peer.name: partial(peer.prefill, prompt) for peer in self._peers}
+        return self._in_turn(partial(self.timed_prompt, prompt), peers, 1, steps)
 
-    def decode(self, batch: int, context: int, steps: int) -> Decoding:
+    def decode(self, batch: int, context: int, steps: int) -> Timing:
         """Decode steps whose rows each attend to `context` tokens, their own included."""
         rows = self.prepared(batch, context)
         for peer in self._peers:
             peer.prepare(batch, context)
-        found = Decoding([], {peer.name: [] for peer in self._peers}, [])
-        for number in range(-WARM_UP_STEPS, steps):
-            seconds = self._in_motion(lambda: self.timed(rows))
-            others = {peer.name: self._in_motion(peer.decode) for peer in self._peers}
-            if number >= 0:
-                found.plain.append(seconds)
-                for name, theirs in others.items():
-                    found.peers[name].append(theirs)
+        # Each step is one of many: beside peers the second after a pause, for the first one wakes
+        # threads.
+        times = 2 if self._peers else 1
+        peers = {peer.name: partial(_last_of, times, peer.decode) for peer in self._peers}
+        ours = partial(_last_of, times, partial(self.timed, rows))
+        found = self._in_turn(ours, peers, WARM_UP_STEPS, steps)
         with split(self._executor) as watches:
             for number in range(-1, steps):
                 seconds = self.timed(rows)
@@ -166,20 +158,31 @@ class Bench:
                     found.parts.append({"step": seconds, **{name: parts[name] for name in PARTS}})
         return found
 
-    def _in_motion(self, decode: Callable[[], float]) -> float:
-        """One of many decode steps: beside peers the second one, for the first wakes threads."""
-        self._settle()
-        if self._peers:
-            decode()
-        return decode()
+    def _in_turn(
+        self,
+        ours: Callable[[], float],
+        peers: Mapping[str, Callable[[], float]],
+        warm_up: int,
+        steps: int,
+    ) -> Timing:
+        found = Timing([], [], {name: [] for name in peers}, [])
+        for number in range(-warm_up, steps):
+            self._settle()
+            seconds, limits = ours(), self._probes.once()
+            others = {}
+            for name, call in peers.items():
+                self._settle()
+                others[name] = call()
+            if number >= 0:
+                found.plain.append(seconds)
+                found.limits.append(limits)
+                for name, theirs in others.items():
+                    found.peers[name].append(theirs)
+        return found
 
     def _settle(self) -> None:
         if self._peers:
             time.sleep(SETTLE_SECONDS)
-
-    def _settled(self, peer: StepPeer) -> StepPeer:
-        self._settle()
-        return peer
 
     def prepared(self, batch: int, context: int) -> list[Row]:
         """Decode rows whose earlier tokens have been computed."""
@@ -271,6 +274,10 @@ class _Own:
 
     def close(self) -> None:
         self._bench.close()
+
+
+def _last_of(times: int, call: Callable[[], float]) -> float:
+    return [call() for _ in range(times)][-1]
 
 
 def _prompt(tokens: int, vocab_size: int) -> list[int]:
