@@ -95,34 +95,35 @@ struct TilesOf<bf16> {
 template <typename P, int N, bool ADD>
 static void product(const typename P::item* a, int lda, const typename P::item* b, int depth,
                     int rows, float* c) {
-    constexpr int ROWS = ROWS_AT_ONCE;
     constexpr int WIDE = N / LANES < 4 ? N / LANES : 4;
     constexpr int PAIR = sizeof(typename P::item) == 2 ? 2 : 1;
-    for (int n = 0; n < N; n += WIDE * LANES) {
-        int r = 0;
-        for (; r + ROWS <= rows; r += ROWS)
-            P::template multiply<ROWS, WIDE, ADD>(a + r * lda, lda, b + n * PAIR, N, depth,
-                                                  c + r * N + n, N);
-        for (; r < rows; r++)
-            P::template multiply<1, WIDE, ADD>(a + r * lda, lda, b + n * PAIR, N, depth,
-                                               c + r * N + n, N);
-    }
+    for (int n = 0; n < N; n += WIDE * LANES)
+        in_parts<ROWS_AT_ONCE>(rows, [&](int64_t row, int64_t here) {
+            with_rows<ROWS_AT_ONCE>(here, [&](auto constant) {
+                P::template multiply<decltype(constant)::value, WIDE, ADD>(
+                    a + row * lda, lda, b + n * PAIR, N, depth, c + row * N + n, N);
+            });
+        });
 }
 
-// Weights of one row's tile in place of its scores; returns what the earlier sums are scaled by.
-static inline float softmax_row(float* row, int visible, float scale, float& best, float& total) {
-    vf high = all(-INFINITY);
-    for (int i = 0; i < TILE; i += LANES) {
-        vf s = (iota() + i < visible) ? load(row + i) * scale : all(-INFINITY);
-        store(row + i, s);
-        high = larger(high, s);
-    }
+// Weights of a row's tile out of its scores, `visible` of them; returns what the earlier sums are
+// scaled by.
+template <typename W>
+static inline float softmax_row(const float* scores, int visible, float scale, float& best,
+                                float& total, W* weights) {
+    constexpr int COUNT = TILE / LANES;
+    vf s[COUNT], high = all(-INFINITY), here{};
+    for (int i = 0; i < COUNT; i++) s[i] = load(scores + i * LANES) * scale;
+    if (visible < TILE)
+        for (int i = 0; i < COUNT; i++)
+            s[i] = (iota() + i * LANES < visible) ? s[i] : all(-INFINITY);
+    for (int i = 0; i < COUNT; i++) high = larger(high, s[i]);
     const float before = best, now = largest(high);
     best = now > before ? now : before;
-    vf here{};
-    for (int i = 0; i < TILE; i += LANES) {
-        vf p = (iota() + i < visible) ? vexp(load(row + i) - best) : vf{};
-        store(row + i, p);
+    for (int i = 0; i < COUNT; i++) {
+        vf p = vexp(s[i] - best);
+        if (visible < TILE) p = (iota() + i * LANES < visible) ? p : vf{};
+        store(weights + i * LANES, p);
         here += p;
     }
     const float keep = before == best ? 1.0f : vexp(all(before - best))[0];
@@ -166,16 +167,16 @@ static void chunk_block(const Step& step, const Layer<T>& layer, const Span& spa
             // How many keys of the tile this row may see; none when the tile is all ahead of it.
             const int64_t ahead = span.start + from + r / group + 1 - first;
             const int visible = ahead < 0 ? 0 : ahead < TILE ? (int)ahead : TILE;
-            float* row = logits + r * TILE;
-            if (visible) {
-                const float keep = softmax_row(row, visible, scale, best[r], total[r]);
-                if (keep != 1.0f)
-                    for (int d = 0; d < D; d += LANES)
-                        store(acc + r * D + d, load(acc + r * D + d) * keep);
-            } else {
-                memset(row, 0, TILE * sizeof(float));
+            item* row = weights + r * TILE;
+            if (!visible) {
+                memset(row, 0, TILE * sizeof(item));
+                continue;
             }
-            for (int i = 0; i < TILE; i += LANES) store(weights + r * TILE + i, load(row + i));
+            const float keep =
+                softmax_row(logits + r * TILE, visible, scale, best[r], total[r], row);
+            if (keep != 1.0f)
+                for (int d = 0; d < D; d += LANES)
+                    store(acc + r * D + d, load(acc + r * D + d) * keep);
         }
         product<P, D, true>(weights, TILE, tile_values, TILE, rows, acc);
     }

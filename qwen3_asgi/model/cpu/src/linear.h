@@ -73,27 +73,6 @@ static inline void put_row(const float* found, T* y, int64_t count) {
     }
 }
 
-// ROWS rows at once, then the rest in parts as even as can be: each part reads the panel again.
-template <int ROWS, typename Work>
-static inline void in_parts(int64_t rows, Work work) {
-    int64_t row = 0;
-    while (row < rows) {
-        const int64_t left = rows - row, parts = (left + ROWS - 1) / ROWS;
-        const int64_t here = (left + parts - 1) / parts;
-        work(row, here);
-        row += here;
-    }
-}
-
-// Call `run` with `rows` (1 … MOST) as a constant.
-template <int MOST, typename Run>
-static inline void with_rows(int64_t rows, Run run) {
-    if constexpr (MOST > 1) {
-        if (rows < MOST) return with_rows<MOST - 1>(rows, run);
-    }
-    run(std::integral_constant<int, MOST>{});
-}
-
 // What `linear_of_team` needs for `rows` rows, unless they are factors as they are.
 template <typename T>
 using Factor = typename PanelOf<T>::product::item;

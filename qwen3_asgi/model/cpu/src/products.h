@@ -1,6 +1,8 @@
 // Products of a few rows with a block of columns: what fits in registers, in two ways. Every sum
 // runs over the depth in order, whatever the number of rows: a row's result depends on it alone.
 #pragma once
+#include <type_traits>
+
 #include "vec.h"
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -10,6 +12,27 @@
 constexpr int ROWS_AT_ONCE = LANES == 16 ? 6 : 3;
 // How far ahead, in bytes, a block that comes from memory is asked for.
 constexpr int AHEAD = 2048;
+
+// ROWS rows at once, then the rest in parts as even as can be: each part reads the panel again.
+template <int ROWS, typename Work>
+static inline void in_parts(int64_t rows, Work work) {
+    int64_t row = 0;
+    while (row < rows) {
+        const int64_t left = rows - row, parts = (left + ROWS - 1) / ROWS;
+        const int64_t here = (left + parts - 1) / parts;
+        work(row, here);
+        row += here;
+    }
+}
+
+// Call `run` with `rows` (1 … MOST) as a constant.
+template <int MOST, typename Run>
+static inline void with_rows(int64_t rows, Run run) {
+    if constexpr (MOST > 1) {
+        if (rows < MOST) return with_rows<MOST - 1>(rows, run);
+    }
+    run(std::integral_constant<int, MOST>{});
+}
 
 // c[ROWS, N] (+)= a[ROWS, depth] @ b[depth, N], N = WIDE vectors; b is `ldb` wide, c `ldc`, a `lda`.
 // In float, whatever b's elements are. With STREAM, b is read for the first time.

@@ -5,6 +5,9 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -52,6 +55,12 @@ static inline float value(bf16 x) {
 
 static inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 
+#ifdef __AVX512BF16__
+static inline void store(bf16* p, vf v) {
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(p, &half, sizeof half);
+}
+#else
 static inline void store(bf16* p, vf v) {
     vu bits = (vu)v;
     vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -59,6 +68,7 @@ static inline void store(bf16* p, vf v) {
     vh half = __builtin_convertvector(rounded, vh);
     memcpy(p, &half, sizeof half);
 }
+#endif
 
 // What a value becomes when it is stored as a T and read back.
 template <typename T>
@@ -72,16 +82,24 @@ inline vf rounded<float>(vf v) { return v; }
 
 static inline vf larger(vf a, vf b) { return a > b ? a : b; }
 
-static inline float sum(vf v) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
-    return total;
+template <int STEP, size_t... LANE>
+static inline vf turned(vf v, std::index_sequence<LANE...>) {
+    return __builtin_shufflevector(v, v, (int)((LANE + STEP) % LANES)...);
 }
 
+// By halves: what lies STEP lanes apart, then half as far.
+template <int STEP = LANES / 2>
+static inline float sum(vf v) {
+    v += turned<STEP>(v, std::make_index_sequence<LANES>{});
+    if constexpr (STEP > 1) return sum<STEP / 2>(v);
+    return v[0];
+}
+
+template <int STEP = LANES / 2>
 static inline float largest(vf v) {
-    float best = v[0];
-    for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
-    return best;
+    v = larger(v, turned<STEP>(v, std::make_index_sequence<LANES>{}));
+    if constexpr (STEP > 1) return largest<STEP / 2>(v);
+    return v[0];
 }
 
 // 0, 1, 2, …
@@ -93,11 +111,13 @@ static inline vi iota() {
 
 // exp for |x| <= 87, clamped there; the polynomial is that of Cephes' expf (Moshier). NaN stays NaN.
 static inline vf vexp(vf x) {
-    x = x < -87.0f ? all(-87.0f) : x;
-    x = x > 87.0f ? all(87.0f) : x;
-    vf scaled = x * 1.44269504088896341f;
-    vi n = __builtin_convertvector(scaled + (scaled < 0.0f ? all(-0.5f) : all(0.5f)), vi);
-    vf whole = __builtin_convertvector(n, vf);
+    // The order of the operands is that of one instruction, which gives x if it is NaN.
+    x = all(-87.0f) > x ? all(-87.0f) : x;
+    x = all(87.0f) < x ? all(87.0f) : x;
+    // Adding this leaves no bits for a fraction: the integer is in the lowest ones.
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23
+    const vf shifted = x * 1.44269504088896341f + ROUND;
+    const vf whole = shifted - ROUND;
     vf r = x - whole * 0.693359375f;
     r = r + whole * 2.12194440e-4f;
     vf y = all(1.9875691500e-4f);
@@ -107,7 +127,8 @@ static inline vf vexp(vf x) {
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * (r * r) + r + 1.0f;
-    return y * (vf)((n + 127) << 23);
+    // y is between 0.7 and 1.5, so its exponent takes that of the power of two.
+    return (vf)((vu)y + ((vu)shifted << 23));
 }
 
 template <int SIZE, int OFFSET, size_t... LANE>
