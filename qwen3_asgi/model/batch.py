@@ -106,23 +106,33 @@ def build_batch(
                 for position in range(start, end)
             )
         last_rows.append(len(token_ids) - 1)
+    ids, places, into, sequences = _in_one((token_ids, positions, slots, spans), device)
+    blocks = None
+    if paged:
+        found = send(torch.frombuffer(tables, dtype=torch.int32), device)
+        blocks = Paged(sequences.view(-1, 4), found, block_size)
     return Batch(
-        token_ids=upload(token_ids, torch.int64, device),
-        positions=upload(positions, torch.int64, device),
-        slots=upload(slots, torch.int64, device),
+        token_ids=ids,
+        positions=places,
+        slots=into,
         segments=tuple(segments),
-        paged=_paged(spans, tables, block_size, device) if paged else None,
+        paged=blocks,
         last_position=max(positions),
         last_rows=tuple(last_rows),
     )
 
 
-def _paged(spans: list[int], tables: array[int], block_size: int, device: torch.device) -> Paged:
-    return Paged(
-        upload(spans, torch.int64, device).view(-1, 4),
-        send(torch.frombuffer(tables, dtype=torch.int32), device),
-        block_size,
-    )
+def _in_one(lists: Sequence[list[int]], device: torch.device) -> list[torch.Tensor]:
+    """Each list as int64 on `device`, all parts of one tensor: making one costs as much, however
+    short it is. Each part begins at a multiple of 16 bytes, which kernels are compiled for."""
+    values: list[int] = []
+    ranges = []
+    for each in lists:
+        values += [0] * (len(values) % 2)
+        ranges.append((len(values), len(each)))
+        values += each
+    whole = upload(values, torch.int64, device)
+    return [whole.narrow(0, first, count) for first, count in ranges]
 
 
 def _check_row(row: Row, end: int, covered: int, max_tokens: int) -> None:

@@ -41,7 +41,16 @@ class Qwen3:
         self._weights = weights
         self._rotary = RotaryTable(config.rope, config.head_dim, weights.embedding.device)
         self.operators = operators or choose_operators(config, weights.embedding)
-        self.whole = cpu_layers(self.operators, weights)
+
+    @property
+    def operators(self) -> Operators:
+        return self._operators
+
+    @operators.setter
+    def operators(self, operators: Operators) -> None:
+        self._operators = operators
+        # All layers in one call, where these operators can.
+        self.whole = cpu_layers(operators, self._weights)
 
     def forward(self, batch: Batch, pool: KVPool, adapted: Sequence[AdaptedRows] = ()) -> Tensor:
         """Run all layers, writing the batch's keys and values to `pool`.

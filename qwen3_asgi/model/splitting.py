@@ -55,9 +55,11 @@ class Stopwatches:
 
         return timed
 
-    def add(self, part: Part, seconds: float) -> None:
-        """Count what was measured elsewhere."""
-        self._seconds[part] += seconds
+    def add_layers(self, seconds: Seconds) -> None:
+        """Count what was measured where all layers run in one call."""
+        self._seconds["attention"] += seconds.attention
+        self._seconds["linear"] += seconds.linear
+        self._seconds["norm"] += seconds.norm
 
     def take(self) -> dict[Part, float]:
         """What was measured; on CUDA, after the step has been waited for."""
@@ -115,35 +117,32 @@ def split(executor: TorchExecutor) -> Iterator[Stopwatches]:
     def timed(linear: Any) -> Any:
         return _Timed(linear, watches, call="linear")
 
-    # Either the layers run one by one, or they say themselves what each part took.
+    layers = weights.layers
     whole = model.whole
-    if whole is not None:
-
-        def add(seconds: Seconds) -> None:
-            watches.add("attention", seconds.attention)
-            watches.add("linear", seconds.linear)
-            watches.add("norm", seconds.norm)
-
-        whole.on_seconds = add
-    layers = tuple(
-        replace(
-            layer,
-            **{
-                each.name: timed(getattr(layer, each.name))
-                for each in fields(layer)
-                if callable(getattr(layer, each.name))
-            },
+    if whole is None:
+        model.operators = cast("Operators", _TimedOperators(operators, watches))
+        layers = tuple(
+            replace(
+                layer,
+                **{
+                    each.name: timed(getattr(layer, each.name))
+                    for each in fields(layer)
+                    if callable(getattr(layer, each.name))
+                },
+            )
+            for layer in layers
         )
-        for layer in weights.layers
-    )
+    else:
+        whole.on_seconds = watches.add_layers
     model._weights = replace(weights, layers=layers, lm_head=timed(weights.lm_head))
-    model.operators = cast("Operators", _TimedOperators(operators, watches))
     executor._sampler = cast("Any", _Timed(sampler, watches, sample="sampling"))
     executor._cuda = None  # graphs have no parts
     try:
         yield watches
     finally:
-        model._weights, model.operators, executor._sampler = weights, operators, sampler
-        executor._cuda = cuda
-        if whole is not None:
+        model._weights, executor._sampler = weights, sampler
+        if whole is None:
+            model.operators = operators
+        else:
             whole.on_seconds = None
+        executor._cuda = cuda

@@ -9,6 +9,7 @@ from qwen3_asgi.model.cpu.kernels import CpuKernels
 from qwen3_asgi.model.cpu.layers import cpu_layers
 from qwen3_asgi.model.kv import KVPool
 from qwen3_asgi.model.linear import Linear
+from qwen3_asgi.model.operators import TorchOperators
 from qwen3_asgi.scheduler.plan import RequestId, Row
 from tests.model.checkpoints import VOCAB, load, write_checkpoint
 
@@ -118,3 +119,14 @@ def test_a_matrix_of_another_kind_means_layer_by_layer(folder):
     layer = weights.layers[1]
     object.__setattr__(layer, "down", Linear(torch.zeros(layer.down.shape).bfloat16()))
     assert cpu_layers(model.operators, weights) is None
+
+
+def test_other_operators_run_layer_by_layer(folder):
+    executor, model, pool = opened(folder, dtype="float32")
+    operators, first = model.operators, executor.forward_logits(rows_at(0))
+    model.operators = TorchOperators(4, 2, 16, executor.model_config.rms_norm_eps)
+    assert model.whole is None
+    model.operators = operators
+    assert model.whole is not None
+    empty(pool)
+    assert torch.equal(executor.forward_logits(rows_at(0)), first)

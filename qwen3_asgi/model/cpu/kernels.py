@@ -95,12 +95,12 @@ class CpuKernels:
         paged = batch.paged
         assert paged is not None
         return Step(
-            tokens=len(batch.token_ids),
+            tokens=batch.token_ids.shape[0],
             heads=self._heads,
             kv_heads=self._kv_heads,
             head_dim=self._head_dim,
             block_size=paged.block_size,
-            num_spans=len(paged.spans),
+            num_spans=paged.spans.shape[0],
             threads=torch.get_num_threads(),
             uniform=self._one_order,
             eps=self._eps,

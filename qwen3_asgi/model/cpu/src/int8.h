@@ -5,12 +5,21 @@
 // instruction: x = (128 * (high - 128) + low) * step. Integers are exact in any order. What is
 // lost against x in bf16 (8 bits each) is far below what the weights have lost.
 #pragma once
+#include <omp.h>
+
 #include <cmath>
 
 #include "linear.h"
 
 // The 15 bits without a sign: 127 * 128.
 constexpr float FULL_SCALE = 16256.0f;
+
+// Up to so many rows are split by every thread for itself: that takes less than waiting for another.
+constexpr int64_t SPLIT_ALONE = 4;
+
+static inline int64_t copies_of_split(int64_t rows, int64_t threads) {
+    return rows <= SPLIT_ALONE ? threads : 1;
+}
 
 static inline int64_t int8_place(int64_t k, int64_t column) {
     return (k / 4 * PANEL + column) * 4 + k % 4;
@@ -118,8 +127,8 @@ static inline void int8_sums(const uint8_t* high, const uint8_t* low, int64_t de
 
 // What `int8_of_team` needs for `rows` rows.
 struct Int8Rows {
-    uint8_t* bytes;  // [2, rows, depth]
-    float* steps;    // [rows]
+    uint8_t* bytes;  // copies of [2, rows, depth]
+    float* steps;    // copies of [rows]
 };
 
 template <typename T>
@@ -127,13 +136,20 @@ TEAM void int8_of_team(const T* x, Int8Rows held, const int8_t* panels, const fl
                        const int32_t* sums, T* y, int64_t rows, int64_t columns, int64_t depth) {
     // Three rows fill the registers: two sums each.
     constexpr int MOST = 3;
-    uint8_t *high = held.bytes, *low = high + rows * depth;
-    float* step = held.steps;
+    const int64_t copy = rows <= SPLIT_ALONE ? omp_get_thread_num() : 0;
+    uint8_t *high = held.bytes + copy * 2 * rows * depth, *low = high + rows * depth;
+    float* step = held.steps + copy * rows;
     const int64_t count = panels_of(columns);
     const int64_t row_tasks = (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
+    const auto split = [=](int64_t r) {
         step[r] = split_row(x + r * depth, depth, high + r * depth, low + r * depth);
+    };
+    if (rows <= SPLIT_ALONE) {
+        for (int64_t r = 0; r < rows; r++) split(r);
+    } else {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++) split(r);
+    }
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < count * row_tasks; task++) {
         const int64_t p = task / row_tasks, from = task % row_tasks * ROWS_PER_TASK;
@@ -169,7 +185,8 @@ static void int8_linear(const T* x, const int8_t* panels, const float* scales, c
                         T* y, int64_t rows, int64_t columns, int64_t depth, int threads) {
     static thread_local Scratch<uint8_t> bytes;
     static thread_local Scratch<float> steps;
-    const Int8Rows held{bytes.of(2 * rows * depth), steps.of(rows)};
+    const int64_t copies = copies_of_split(rows, threads);
+    const Int8Rows held{bytes.of(copies * 2 * rows * depth), steps.of(copies * rows)};
 #pragma omp parallel num_threads(threads)
     int8_of_team(x, held, panels, scales, sums, y, rows, columns, depth);
 }

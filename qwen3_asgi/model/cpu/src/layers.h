@@ -73,8 +73,9 @@ static void run_layers(const Step& step, const LayerParts* layers, int64_t count
     T *product = products.of(rows * widest), *between = betweens.of(rows * between_width);
     T* delta = sums.of(rows * hidden);
     float* found = parts.of(tasks.part_floats(step));
+    const int64_t split_rows = bytes ? rows * copies_of_split(rows, step.threads) : 0;
     const Held<T> held{factors.of(factors_for<T>(rows, deepest)),
-                       halves.of(bytes ? 2 * rows * deepest : 0), steps.of(bytes ? rows : 0)};
+                       halves.of(2 * split_rows * deepest), steps.of(split_rows)};
     const float eps = (float)step.eps;
 #pragma omp parallel num_threads((int)step.threads)
     {
