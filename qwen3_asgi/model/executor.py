@@ -142,23 +142,16 @@ class TorchExecutor:
         return StepResult(result.tokens, {**result.errors, **missing}) if missing else result
 
     def _run(self, rows: Sequence[Row]) -> StepResult:
-        batch, hidden, model = self._forward(rows)
-        sampled = [
-            (row.request_id, last, row.sample)
-            for row, last in zip(rows, batch.last_rows, strict=True)
-            if row.sample is not None
-        ]
+        # The last layer and the vocabulary product are much of a small model: only rows that sample
+        # pay for them.
+        _, hidden, model = self._forward(rows, sampling_only=True)
+        sampled = [(row.request_id, row.sample) for row in rows if row.sample is not None]
         if not sampled:
             return StepResult({})
-        # The vocabulary product is a quarter of a small model: only rows that sample pay for it.
-        if len(sampled) < len(hidden):
-            lasts = upload([last for _, last, _ in sampled], torch.int64, self.device)
-            hidden = hidden.index_select(0, lasts)
-        logits = model.logits(hidden)
-        results = self._sampler.sample(logits, [spec for _, _, spec in sampled])
+        results = self._sampler.sample(model.logits(hidden), [spec for _, spec in sampled])
         tokens: dict[RequestId, SampledToken] = {}
         errors: dict[RequestId, str] = {}
-        for (request_id, _, _), result in zip(sampled, results, strict=True):
+        for (request_id, _), result in zip(sampled, results, strict=True):
             if isinstance(result, RowError):
                 errors[request_id] = result.message
             else:
@@ -220,9 +213,14 @@ class TorchExecutor:
             self._tiers.after_step()
 
     def _forward(
-        self, rows: Sequence[Row], change: Callable[[Batch], None] | None = None
+        self,
+        rows: Sequence[Row],
+        change: Callable[[Batch], None] | None = None,
+        *,
+        sampling_only: bool = False,
     ) -> tuple[Batch, torch.Tensor, Qwen3]:
-        """Run the layers; `change` is called with the batch before."""
+        """Run the layers; `change` is called with the batch before. With `sampling_only` there is
+        one hidden state for each row that samples."""
         model, pool = self._open()
         batch = build_batch(
             rows,
@@ -236,8 +234,12 @@ class TorchExecutor:
         adapted = self._adapted(rows)
         if change is not None:
             change(batch)
+        wanted = None
+        if sampling_only:
+            lasts = zip(rows, batch.last_rows, strict=True)
+            wanted = [last for row, last in lasts if row.sample is not None]
         with self._writing():
-            return batch, model.forward(batch, pool, adapted), model
+            return batch, model.forward(batch, pool, adapted, wanted), model
 
     def _adapted(self, rows: Sequence[Row]) -> list[AdaptedRows]:
         """Which rows of the flattened batch run with which adapter."""

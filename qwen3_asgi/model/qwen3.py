@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import torch
+
 from qwen3_asgi.model.cpu.kernels import cpu_kernels
 from qwen3_asgi.model.cpu.layers import cpu_layers
 from qwen3_asgi.model.cuda.choosing import cuda_operators
@@ -12,6 +14,7 @@ from qwen3_asgi.model.lora import add_adapters
 from qwen3_asgi.model.operators import TorchOperators
 from qwen3_asgi.model.rope import RotaryTable
 from qwen3_asgi.model.self_check import find_fault
+from qwen3_asgi.model.upload import upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,19 +55,26 @@ class Qwen3:
         # All layers in one call, where these operators can.
         self.whole = cpu_layers(operators, self._weights)
 
-    def forward(self, batch: Batch, pool: KVPool, adapted: Sequence[AdaptedRows] = ()) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        pool: KVPool,
+        adapted: Sequence[AdaptedRows] = (),
+        wanted: Sequence[int] | None = None,
+    ) -> Tensor:
         """Run all layers, writing the batch's keys and values to `pool`.
 
         `adapted` says which rows of the batch run with a LoRA adapter.
 
         Returns:
-            Normalised hidden states `[T, hidden]` in the weights' dtype.
+            Normalised hidden states of the rows `wanted`, ascending, or of all: `[W, hidden]` in
+            the weights' dtype.
         """
         weights, operators = self._weights, self.operators
         cos, sin = self._rotary.lookup(batch.positions, batch.last_position)
         x = weights.embedding.rows(batch.token_ids)
         if self.whole is not None and not adapted:
-            return self.whole(x, batch, pool, cos, sin)
+            return self.whole(x, batch, pool, cos, sin, wanted)
         attend = operators.attention(batch, cos, sin)
         layers = weights.layers
         # Each sum is normed at once for whoever reads it next.
@@ -85,7 +95,9 @@ class Qwen3:
             output = layer.down(inner)
             add_adapters(adapted, index, "down", inner, output)
             normed = operators.add_norm(x, output, norm_after)
-        return normed
+        if wanted is None or len(wanted) == len(normed):
+            return normed
+        return normed.index_select(0, upload(wanted, torch.int64, normed.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[R, vocab]` of hidden states `[R, hidden]`, in the weights' dtype."""

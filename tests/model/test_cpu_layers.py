@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qwen3_asgi.model.batch import build_batch
 from qwen3_asgi.model.cpu.kernels import CpuKernels
 from qwen3_asgi.model.cpu.layers import cpu_layers
 from qwen3_asgi.model.kv import KVPool
@@ -89,6 +90,40 @@ def test_one_call_gives_the_bits_of_layer_by_layer(folder, settings, threads):
         torch.set_num_threads(before)
     assert all(each.isfinite().all() for each in found[False])
     assert all(torch.equal(*pair) for pair in zip(found[False], found[True], strict=True))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "wanted", [[], [0], [40], [0, 9, 10, 40], [3, 4, 5, 6, 7, 8], [*range(41)]]
+)
+def test_rows_that_nobody_wants_change_nothing(folder, settings, wanted):
+    executor, model, pool = opened(folder, **settings)
+    ways = {}
+    with torch.inference_mode():
+        for each in (None, wanted):
+            empty(pool)
+            batch = build_batch(
+                rows_at(0),
+                vocab_size=VOCAB,
+                block_size=BLOCK,
+                num_blocks=pool.num_blocks,
+                max_tokens=64,
+                device=executor.device,
+                paged=True,
+            )
+            hidden = model.forward(batch, pool, (), each)
+            kept = [cache.nan_to_num(7.0) for layer in pool.layers for cache in layer]
+            ways[each is None] = hidden, kept
+    assert torch.equal(ways[False][0], ways[True][0][wanted])
+    assert all(map(torch.equal, ways[False][1], ways[True][1]))
+
+
+@pytest.mark.parametrize("wanted", [[-1], [1, 41], [2, 1], [1, 1]])
+def test_rows_out_of_order_or_range_never_reach_the_library(folder, wanted):
+    _, model, pool = opened(folder, dtype="float32")
+    x = torch.zeros(41, 48)
+    with pytest.raises(ValueError, match="not in order"):
+        model.whole(x, None, pool, None, None, wanted)
 
 
 def test_another_pool_is_written_to_in_its_turn(folder):

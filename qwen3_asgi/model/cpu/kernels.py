@@ -141,12 +141,14 @@ class CpuKernels:
         first_norm: Tensor,
         x: Tensor,
         out: Tensor,
+        wanted: Tensor,
         seconds: ctypes.Array[ctypes.c_double] | None,
     ) -> None:
         """See `cpu.layers.CpuLayers`."""
         status = self._library.qwen3_layers(
             *(ctypes.byref(step), is_wide(x), layers, len(layers)),
-            *(first_norm.data_ptr(), x.data_ptr(), out.data_ptr(), seconds),
+            *(first_norm.data_ptr(), x.data_ptr(), out.data_ptr()),
+            *(wanted.data_ptr(), len(wanted), seconds),
         )
         _raise(status, self._head_dim)
 

@@ -15,7 +15,7 @@ from qwen3_asgi.model.cpu.kernels import CpuKernels
 from qwen3_asgi.model.cpu.linear import Int8Linear, Matrix, PanelLinear
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -65,22 +65,37 @@ class CpuLayers:
         self._pool: KVPool | None = None
         self.on_seconds: Callable[[Seconds], None] | None = None
 
-    def __call__(self, x: Tensor, batch: Batch, pool: KVPool, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        batch: Batch,
+        pool: KVPool,
+        cos: Tensor,
+        sin: Tensor,
+        wanted: Sequence[int] | None,
+    ) -> Tensor:
         """Run all layers on the embedded tokens `x` `[T, hidden]`, which is overwritten.
 
-        `cos` and `sin` are as for `Operators.attention`. Returns normalised hidden states
-        `[T, hidden]`.
+        `cos` and `sin` are as for `Operators.attention`. Returns normalised hidden states of the
+        rows `wanted`, ascending, or of all: `[W, hidden]`. Of the last layer, others have no more
+        than their keys and values computed.
         """
+        count = len(x)
+        if wanted is None:
+            wanted = range(count)
+        elif any(not 0 <= row < count for row in wanted) or list(wanted) != sorted(set(wanted)):
+            raise ValueError(f"rows {wanted} are not in order, or not all of 0 to {count - 1}")
+        rows = torch.tensor(wanted, dtype=torch.int64)
         self._use(pool)
         first_norm = self._weights.layers[0].input_norm
         step = self._kernels.step(batch, cos, sin)
         step.num_slots = pool.layers[0].keys.shape[1]
         out = torch.empty_like(x)
         seconds = (ctypes.c_double * 3)() if self.on_seconds else None
-        self._kernels.run_layers(step, self._parts, first_norm, x, out, seconds)
+        self._kernels.run_layers(step, self._parts, first_norm, x, out, rows, seconds)
         if self.on_seconds and seconds:
             self.on_seconds(Seconds(*seconds))
-        return out
+        return out[: len(rows)]
 
     def _use(self, pool: KVPool) -> None:
         if pool is self._pool:

@@ -17,7 +17,7 @@ _ADDRESS, _SIZE, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # As in kernels.cpp. `wide` and the number of threads are flags of an int.
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "qwen3_attention": (_ADDRESS, _FLAG, *[_ADDRESS] * 5),
-    "qwen3_layers": (_ADDRESS, _FLAG, _ADDRESS, _SIZE, *[_ADDRESS] * 4),
+    "qwen3_layers": (_ADDRESS, _FLAG, _ADDRESS, _SIZE, *[_ADDRESS] * 4, _SIZE, _ADDRESS),
     "qwen3_add_norm": (_FLAG, *[_ADDRESS] * 4, _SIZE, _SIZE, ctypes.c_double, _FLAG),
     "qwen3_silu_mul": (_FLAG, *[_ADDRESS] * 2, _SIZE, _SIZE, _FLAG),
     "qwen3_greedy": (_FLAG, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _FLAG),

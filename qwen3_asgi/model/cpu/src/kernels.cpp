@@ -20,12 +20,15 @@ int qwen3_attention(const Step* step, int wide, void* qkv, const void* qk_norm, 
 }
 
 int qwen3_layers(const Step* step, int wide, const LayerParts* layers, int64_t count,
-                 const void* first_norm, void* x, void* out, Seconds* seconds) {
+                 const void* first_norm, void* x, void* out, const int64_t* wanted,
+                 int64_t num_wanted, Seconds* seconds) {
     if (!has_attention(step->head_dim)) return 1;
     if (wide)
-        run_layers(*step, layers, count, first_norm, (float*)x, (float*)out, seconds);
+        run_layers(*step, layers, count, first_norm, (float*)x, (float*)out, wanted, num_wanted,
+                   seconds);
     else
-        run_layers(*step, layers, count, first_norm, (bf16*)x, (bf16*)out, seconds);
+        run_layers(*step, layers, count, first_norm, (bf16*)x, (bf16*)out, wanted, num_wanted,
+                   seconds);
     return 0;
 }
 

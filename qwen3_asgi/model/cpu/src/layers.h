@@ -45,12 +45,22 @@ static inline void multiply(const Matrix& matrix, const T* x, const Held<T>& hel
     linear_of_team(x, held.factors, (const T*)matrix.panels, y, rows, matrix.columns, matrix.depth);
 }
 
-// `x` and `out` are [tokens, hidden]: the embedded tokens, and what the last norm makes of their
-// sums. `seconds` may be null.
+// Rows `wanted` of `x`, in ascending order, to its beginning.
+template <typename T>
+TEAM void gather_of_team(T* x, const int64_t* wanted, int64_t rows, int64_t width) {
+#pragma omp single
+    for (int64_t r = 0; r < rows; r++)
+        if (wanted[r] != r) memcpy(x + r * width, x + wanted[r] * width, width * sizeof(T));
+}
+
+// `x` is [tokens, hidden], the embedded tokens. Of `wanted`, ascending, `out` gets what the last
+// norm makes of their sums: the last layer has to do no more for the others than keys and values.
+// `out` has room for all tokens; `seconds` may be null.
 template <typename T>
 static void run_layers(const Step& step, const LayerParts* layers, int64_t count,
-                       const void* first_norm, T* x, T* out, Seconds* seconds) {
-    const int64_t rows = step.tokens, hidden = layers[0].qkv.depth;
+                       const void* first_norm, T* x, T* out, const int64_t* wanted,
+                       int64_t num_wanted, Seconds* seconds) {
+    const int64_t hidden = layers[0].qkv.depth;
     int64_t widest = 0, deepest = 0, inner_width = 0, heads_width = 0;
     bool bytes = false;
     for (int64_t i = 0; i < count; i++) {
@@ -63,6 +73,7 @@ static void run_layers(const Step& step, const LayerParts* layers, int64_t count
         inner_width = layer.down.depth > inner_width ? layer.down.depth : inner_width;
         heads_width = layer.output.depth > heads_width ? layer.output.depth : heads_width;
     }
+    const int64_t all = step.tokens;
     const Tasks tasks(step);
     // `widest` takes what a product gives; `between`, what a layer makes of it.
     const int64_t between_width = inner_width > heads_width ? inner_width : heads_width;
@@ -70,15 +81,17 @@ static void run_layers(const Step& step, const LayerParts* layers, int64_t count
     Scratch<float> parts, steps;
     Scratch<Factor<T>> factors;
     Scratch<uint8_t> halves;
-    T *product = products.of(rows * widest), *between = betweens.of(rows * between_width);
-    T* delta = sums.of(rows * hidden);
+    T *product = products.of(all * widest), *between = betweens.of(all * between_width);
+    T* delta = sums.of(all * hidden);
     float* found = parts.of(tasks.part_floats(step));
-    const int64_t split_rows = bytes ? rows * copies_of_split(rows, step.threads) : 0;
-    const Held<T> held{factors.of(factors_for<T>(rows, deepest)),
+    // A few of many rows are split by every thread.
+    const int64_t split_rows = bytes ? all + SPLIT_ALONE * step.threads : 0;
+    const Held<T> held{factors.of(factors_for<T>(all, deepest)),
                        halves.of(2 * split_rows * deepest), steps.of(split_rows)};
     const float eps = (float)step.eps;
 #pragma omp parallel num_threads((int)step.threads)
     {
+        int64_t rows = all;
         double before = seconds ? omp_get_wtime() : 0;
         const auto took = [&](double Seconds::*part) {
             if (!seconds || omp_get_thread_num()) return;
@@ -96,6 +109,11 @@ static void run_layers(const Step& step, const LayerParts* layers, int64_t count
                               Layer<T>{product, (const T*)layer.qk_norm, (T*)layer.keys,
                                        (T*)layer.values, between},
                               found);
+            if (i + 1 == count && num_wanted < all) {
+                rows = num_wanted;
+                gather_of_team(x, wanted, rows, hidden);
+                gather_of_team(between, wanted, rows, layer.output.depth);
+            }
             took(&Seconds::attention);
             multiply(layer.output, between, held, delta, rows);
             took(&Seconds::linear);
