@@ -46,7 +46,7 @@ FAKE_STEP_SECONDS = 0.01
 class HostSettings:
     """`model` "fake" runs no model: steps of 10 ms, without a computation. `switch_interval` is
     `sys.setswitchinterval` of the process; None leaves it alone. `engine` has more fields of the
-    engine's configuration."""
+    engine's configuration. Without `lag` nothing is told there, and an idle host uses no CPU."""
 
     model: str = "tiny"
     server: ServerName = "uvicorn"
@@ -54,6 +54,7 @@ class HostSettings:
     max_batch: int = 32
     switch_interval: float | None = None
     engine: dict[str, Any] = field(default_factory=dict)
+    lag: bool = True
 
 
 @contextlib.contextmanager
@@ -112,7 +113,8 @@ def build(settings: HostSettings) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with engine, anyio.create_task_group() as group:
-            group.start_soon(lag.watch)
+            if settings.lag:
+                group.start_soon(lag.watch)
             yield
             group.cancel_scope.cancel()
 

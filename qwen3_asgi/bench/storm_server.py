@@ -27,7 +27,7 @@ def storm_server(model: str, server: ServerName | None) -> Iterator[str]:
     Raises:
         ValueError: it did not start.
     """
-    settings = HostSettings(model, server or "uvicorn")
+    settings = HostSettings(model, server or "uvicorn", lag=False)
     if server is None:
         with make_engine(settings) as engine, serve_here(create_app(engine)) as url:
             yield url

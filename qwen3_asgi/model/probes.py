@@ -103,9 +103,13 @@ def step_bytes(
 
 
 def forward_flops(config: ModelConfig, tokens: int, keys: int, sampled: int) -> int:
-    """Operations of a forward pass over `tokens` rows with `keys` attended pairs per head, of
-    which `sampled` rows are multiplied with the vocabulary."""
+    """Operations that a forward pass over `tokens` rows must do, with `keys` attended pairs per
+    head: `sampled` rows are multiplied with the vocabulary, and only they go through the last
+    layer's output and MLP."""
     vocabulary = config.vocab_size * config.hidden_size
     layers = (linear_weights(config) - vocabulary) * tokens
-    attention = 2 * config.num_layers * config.num_heads * config.head_dim * keys
+    heads = config.num_heads * config.head_dim
+    after_keys = config.hidden_size * (heads + 3 * config.intermediate_size)
+    layers -= after_keys * (tokens - sampled)
+    attention = 2 * config.num_layers * heads * keys
     return 2 * (layers + attention + vocabulary * sampled)

@@ -34,8 +34,12 @@ SMALL = [
 
 
 @pytest.fixture(autouse=True)
-def _no_settling(monkeypatch):
+def _no_pauses(monkeypatch):
     monkeypatch.setattr("qwen3_asgi.model.stepping.SETTLE_SECONDS", 0.0)
+    # The machine's limits are of no interest here.
+    monkeypatch.setattr("qwen3_asgi.model.probes.PROBE_SECONDS", 0.0)
+    monkeypatch.setattr("qwen3_asgi.model.probes.READ_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr("qwen3_asgi.model.probes.GEMM_WIDTH", {"cpu": 256})
 
 
 def test_parts_sum_to_the_step(capsys):
