@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -165,3 +168,56 @@ def test_other_operators_run_layer_by_layer(folder):
     assert model.whole is not None
     empty(pool)
     assert torch.equal(executor.forward_logits(rows_at(0)), first)
+
+
+SCARCE = """
+import re, resource
+from dataclasses import replace
+from pathlib import Path
+from qwen3_asgi.config import EngineConfig
+from qwen3_asgi.model.executor import load_executor
+from qwen3_asgi.model.shapes import named_shape
+from qwen3_asgi.scheduler.plan import RequestId, Row
+
+shape = replace(named_shape("Qwen3-0.6B"), num_layers=1, vocab_size=256, hidden_size=64,
+                intermediate_size=16384)
+settings = {"quantization": "int8"} if EIGHT_BITS else {}
+executor = load_executor(
+    shape,
+    EngineConfig(load_format="dummy", device="cpu", dtype="float32", num_threads=1,
+                 num_kv_blocks=40, block_size=16, **settings),
+    owned_token_ids=256,
+)
+
+def run(count):
+    return executor.forward_logits(
+        [Row(RequestId("r"), "prefill", [7] * count, 0, list(range(-(-count // 16))), None)]
+    )
+
+few = run(2)
+size = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**24, resource.RLIM_INFINITY))
+try:
+    run(512)
+except (MemoryError, RuntimeError) as error:
+    print(type(error).__name__, error)
+assert (run(2) == few).all()
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert len(run(512)) == 512
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits and sizes are Linux's")
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_memory_that_is_not_there_is_an_error_of_that_step(folder, eight_bits):
+    _, model, _ = opened(
+        folder, dtype="float32", **({"quantization": "int8"} if eight_bits else {})
+    )
+    if model.whole is None:
+        pytest.skip("this CPU has no AVX-512 VNNI")
+    script = f"EIGHT_BITS = {eight_bits}\n{SCARCE}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "MemoryError no memory for the intermediate results of a step\n"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qwen3_asgi.model.cpu.library import is_wide, kernel_library
+from qwen3_asgi.model.cpu.library import check, is_wide, kernel_library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,7 +129,7 @@ class CpuKernels:
                 kv.values.data_ptr(),
                 out.data_ptr(),
             )
-            _raise(status, self._head_dim)
+            check(status)
             return out
 
         return run
@@ -150,7 +150,7 @@ class CpuKernels:
             *(first_norm.data_ptr(), x.data_ptr(), out.data_ptr()),
             *(wanted.data_ptr(), len(wanted), seconds),
         )
-        _raise(status, self._head_dim)
+        check(status)
 
     def silu_mul(self, fused: Tensor) -> Tensor:
         fused = fused.contiguous()
@@ -165,11 +165,6 @@ class CpuKernels:
             torch.get_num_threads(),
         )
         return out
-
-
-def _raise(status: int, head_dim: int) -> None:
-    if status:
-        raise RuntimeError(f"no attention kernel for head_dim {head_dim}")
 
 
 def unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:

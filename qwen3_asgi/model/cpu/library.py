@@ -32,6 +32,9 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
 _RETURN_INT = (*("qwen3_attention", "qwen3_layers", "qwen3_rows", "qwen3_panel", "qwen3_has_int8"),)
 
 
+_NO_MEMORY, NO_ROW = 2, 3
+
+
 @cache
 def kernel_library() -> tuple[ctypes.CDLL | None, str]:
     """The library, or None and why there is none; never raises.
@@ -47,6 +50,19 @@ def kernel_library() -> tuple[ctypes.CDLL | None, str]:
     except (BuildError, AttributeError) as error:  # the latter: a damaged file
         return None, str(error)
     return library, ""
+
+
+def check(status: int) -> None:
+    """Look at what a function that may fail has returned.
+
+    Raises:
+        MemoryError: the system has no more for intermediate results; nothing was computed.
+        RuntimeError: there is no kernel for what was asked.
+    """
+    if status == _NO_MEMORY:
+        raise MemoryError("no memory for the intermediate results of a step")
+    if status:
+        raise RuntimeError("the kernels of this machine cannot do that")
 
 
 def is_wide(x: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qwen3_asgi.model.cpu.kernels import DTYPES, WIDTH_MULTIPLE
-from qwen3_asgi.model.cpu.library import is_wide, kernel_library
+from qwen3_asgi.model.cpu.library import NO_ROW, check, is_wide, kernel_library
 
 if TYPE_CHECKING:
     from qwen3_asgi.model.cpu.arena import Arena
@@ -47,10 +47,11 @@ class PanelLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = _checked(x, self.shape[1], self._panels.dtype)
         y = x.new_empty((len(x), self.shape[0]))
-        self._library.qwen3_linear(
+        status = self._library.qwen3_linear(
             *(is_wide(x), x.data_ptr(), self._panels.data_ptr(), y.data_ptr()),
             *(len(x), *self.shape, torch.get_num_threads()),
         )
+        check(status)
         return y
 
     @property
@@ -77,7 +78,7 @@ class PanelLinear:
             *(is_wide(out), self._panels.data_ptr(), ids.data_ptr(), out.data_ptr()),
             *(len(ids), *self.shape, torch.get_num_threads()),
         )
-        if status:
+        if status == NO_ROW:
             raise IndexError(f"rows are 0 to {self.shape[0] - 1}")
         return out
 
@@ -110,11 +111,12 @@ class Int8Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = _checked(x, self.shape[1], self._dtype)
         y = x.new_empty((len(x), self.shape[0]))
-        self._library.qwen3_int8_linear(
+        status = self._library.qwen3_int8_linear(
             *(is_wide(x), x.data_ptr(), self._panels.data_ptr()),
             *(self._scales.data_ptr(), self._sums.data_ptr(), y.data_ptr()),
             *(len(x), *self.shape, torch.get_num_threads()),
         )
+        check(status)
         return y
 
     @property
