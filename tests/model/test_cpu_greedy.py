@@ -8,17 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen3_asgi.model.cpu.greedy import NO_TOKEN, NOT_FINITE, CpuGreedy
-from qwen3_asgi.model.cpu.library import kernel_library
 
 DTYPES = [torch.bfloat16, torch.float32]
-
-
-@pytest.fixture(scope="module")
-def library():
-    found, reason = kernel_library()
-    if found is None:
-        pytest.skip(f"no kernels on this machine: {reason}")
-    return found
 
 
 @st.composite

@@ -26,14 +26,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 SHAPES = [(0, 1), (511, 1), (512, 1), (700, 1), (0, 70), (37, 5), (130, 64), (63, 1)]
 
 
-@pytest.fixture(scope="module")
-def library():
-    found, reason = kernel_library()
-    if found is None:
-        pytest.skip(f"no kernels on this machine: {reason}")
-    return found
-
-
 def shape(heads, kv_heads, dim):
     return dataclasses.replace(
         BASE, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, num_layers=1

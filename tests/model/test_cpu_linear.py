@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qwen3_asgi.model.cpu.library import kernel_library
 from qwen3_asgi.model.cpu.linear import Int8Linear, PanelLinear, int8_linear, panel_linear
 from qwen3_asgi.model.quantization import PlainInt8Linear, choose_linear, quantize_int8
 
@@ -14,14 +13,6 @@ DTYPES = [torch.bfloat16, torch.float32]
 # Not a whole number of panels; one column; a depth of one vector.
 SHAPES = [(200, 64), (1, 16), (64, 48), (130, 1024)]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def library():
-    found, reason = kernel_library()
-    if found is None:
-        pytest.skip(f"no kernels on this machine: {reason}")
-    return found
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ static void run_layers(const Step& step, const LayerParts* layers, int64_t count
                        const void* first_norm, T* x, T* out, const int64_t* wanted,
                        int64_t num_wanted, Seconds* seconds) {
     const int64_t hidden = layers[0].qkv.depth;
-    int64_t widest = 0, deepest = 0, inner_width = 0, heads_width = 0;
+    int64_t widest = 0, deepest = 0;
     bool bytes = false;
     for (int64_t i = 0; i < count; i++) {
         const LayerParts& layer = layers[i];
@@ -70,18 +70,15 @@ static void run_layers(const Step& step, const LayerParts* layers, int64_t count
             deepest = each->depth > deepest ? each->depth : deepest;
             bytes = bytes || each->scales;
         }
-        inner_width = layer.down.depth > inner_width ? layer.down.depth : inner_width;
-        heads_width = layer.output.depth > heads_width ? layer.output.depth : heads_width;
     }
     const int64_t all = step.tokens;
     const Tasks tasks(step);
-    // `widest` takes what a product gives; `between`, what a layer makes of it.
-    const int64_t between_width = inner_width > heads_width ? inner_width : heads_width;
     Scratch<T> products, betweens, sums;
     Scratch<float> parts, steps;
     Scratch<Factor<T>> factors;
     Scratch<uint8_t> halves;
-    T *product = products.of(all * widest), *between = betweens.of(all * between_width);
+    // What a product gives, and what a layer makes of it for the next one.
+    T *product = products.of(all * widest), *between = betweens.of(all * deepest);
     T* delta = sums.of(all * hidden);
     float* found = parts.of(tasks.part_floats(step));
     // A few of many rows are split by every thread.
